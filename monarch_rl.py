@@ -1546,20 +1546,23 @@ class LetterTask(Task):
         return num_right / max(len(answer), len(response))
 
 
-class RetryTask(LetterTask):
-    """An environment: after a response it says the letters that were missing, until none is.
+@dataclass
+class RetryTask(Task):
+    """An environment: it says which letters were missing in a response, until none is.
 
-    By example, "abc" -> ad, "bc" -> cb, "a" -> a. No letter is missing: the conversation is over.
+    By example: "abc" -> ad, "bc" -> cb, and the conversation is over.
     """
 
+    seed: int
+
     def prompt(self, number: int) -> Prompt:
-        return Prompt(number, super().prompt(number).turns[:1])
+        return Prompt(number, LetterTask(self.seed).prompt(number).turns[:1])
 
     def reply(self, prompt: Prompt, responses: list[str]) -> Turn | None:
-        said = prompt.turns[-1].messages[0]["content"]
-        missing = "".join(letter for letter in said if letter not in responses[-1])
+        wanted = prompt.turns[-1].messages[0]["content"]
+        missing = "".join(letter for letter in wanted if letter not in responses[-1])
         is_over = not missing or len(responses) == 4
-        return None if is_over else replace(user_turn(missing, missing), is_reply=True)
+        return None if is_over else replace(user_turn(missing, wanted), is_reply=True)
 
 
 # -- 9b. What is recorded ---
@@ -1819,26 +1822,19 @@ def respond(
         episode.truncated.append(ids[-1] not in policy.end_ids)
 
 
-def rollout(
-    policy: Policy, prompts: list[Prompt], group_size: int, seed: int | None, version: int = 0
-) -> list[Episode]:
-    """Returns group_size episodes per prompt, excluding those that exceed the context.
-
-    seed: of the sampling. If None, decodes greedily.
-    version: of the policy's weights, for the record.
-    """
-    return go_on(policy, new_episodes(prompts, group_size), seed, version)
-
-
 def new_episodes(prompts: list[Prompt], group_size: int) -> list[Episode]:
     return [Episode(prompt) for prompt in prompts for _ in range(group_size)]
 
 
 @torch.inference_mode()
-def go_on(
+def rollout(
     policy: Policy, episodes: list[Episode], seed: int | None, version: int = 0
 ) -> list[Episode]:
-    """Samples the turns that have no response yet. Returns the episodes that fit the context."""
+    """Samples all turns that have no response. Returns the episodes that fit the context.
+
+    seed: of the sampling. If None, decodes greedily.
+    version: of the policy's weights, for the record.
+    """
     rng = None
     if seed is not None:
         rng = torch.Generator(policy.device).manual_seed(seed)
@@ -1895,15 +1891,13 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded[is_sampled], recomputed
 
 
-def unfit(environment: RetryTask, episodes: list[Episode]) -> int:
-    """Returns how many later turns are not what the environment says to the responses before."""
-    num_unfit = 0
+def num_ignored(episodes: list[Episode]) -> int:
+    """Returns how many letters turns of RetryTask ask for that the response before has."""
+    num = 0
     for episode in episodes:
-        turns = episode.prompt.turns
-        for number in range(1, len(turns)):
-            prompt = replace(episode.prompt, turns=turns[:number])
-            num_unfit += environment.reply(prompt, episode.responses[:number]) != turns[number]
-    return num_unfit
+        for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
+            num += sum(letter in response for letter in turn.messages[0]["content"])
+    return num
 
 
 @stage(instead="logits = self.logits.bfloat16()")
@@ -1913,9 +1907,9 @@ async def demo_rollout(report: Report) -> None:
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
-    prompts = [task.prompt(number) for number in range(16)]
     # 64 conversations of two turns, once as recorded, once as recomputed.
-    recorded, recomputed = recompute_logprobs(policy, rollout(policy, prompts, 4, seed=0))
+    episodes = new_episodes([task.prompt(number) for number in range(16)], 4)
+    recorded, recomputed = recompute_logprobs(policy, rollout(policy, episodes, seed=0))
     exact = float(k3(recorded, recomputed).mean())
     rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
@@ -1926,16 +1920,17 @@ async def demo_rollout(report: Report) -> None:
     replied = new_episodes([environment.prompt(number) for number in range(64)], 1)
     going = replied
     while going:
-        sampled = go_on(policy, going, seed=len(going))
+        sampled = rollout(policy, going, seed=len(going))
         going = []
         for episode in sampled:
             reply = environment.reply(episode.prompt, episode.responses)
             if reply:
                 episode.add_reply(reply)
                 going.append(episode)
-    fixed = rollout(policy, [episode.prompt for episode in replied], 1, seed=1)
-    report.check("turns that do not answer a response", unfit(environment, replied), "==", 0)
-    report.check("the same, fixed before sampling", unfit(environment, fixed), ">", 0)
+    fixed = new_episodes([episode.prompt for episode in replied], 1)
+    report.check("letters asked for again by an environment", num_ignored(replied), "==", 0)
+    num_fixed = num_ignored(rollout(policy, fixed, seed=1))
+    report.check("the same by turns fixed in advance", num_fixed, ">", 0)
     exact = float(k3(*recompute_logprobs(policy, replied)).mean())
     report.check("k3 of conversations with replies", exact, "<", 1e-10)
 
@@ -2305,11 +2300,12 @@ async def demo_losses(report: Report) -> None:
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
-# In one process, where nothing fails or waits, this section would be six lines, and they run:
+# In one process, where nothing fails or waits, this section would be seven lines, and they run:
 #
 #   prompts = training_prompts(task)
 #   for step in range(300):
-#       episodes = rollout(policy, list(islice(prompts, 16)), group_size=8, seed=step)   # 128
+#       episodes = new_episodes(list(islice(prompts, 16)), group_size=8)   # 128
+#       episodes = rollout(policy, episodes, seed=step)
 #       for episode in episodes:
 #           episode.rewards = task.score(episode.prompt, episode.responses)
 #       learner.step(episodes)                                        # section 10: one update
@@ -2419,7 +2415,7 @@ class Generator(Worker):
             weights = dict(self.policy.model.named_parameters())
             self.reader = self.make_reader(handle, self.number, weights)
         version = self.reader.pull(at_least)  # mechanism: sync_rl
-        return go_on(self.policy, episodes, seed, version)
+        return rollout(self.policy, episodes, seed, version)
 
 
 class RewardWorker(Worker):
@@ -2581,16 +2577,12 @@ class Run:
         self, group_size: int, seed: int | None, prompts: list[Prompt]
     ) -> list[Episode]:
         """Returns the episodes of one request."""
-        return await self.request_turns(new_episodes(prompts, group_size), seed)
-
-    async def request_turns(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
-        """Returns the episodes with responses to all turns, sampled by one generator."""
         # Each request has a seed of its own: a multiple for the run, plus its first prompt's
-        # number, plus another multiple for each turn before. It stays below 2^63.
+        # number. It stays below 2^63.
         if seed is not None:
-            seed = seed % 10**9 * 1_000_000_007 + episodes[0].prompt.number
-            seed += len(episodes[0].responses) * 500_000_003
-        return await self.generators.request("rollout", self.handle, self.version, episodes, seed)
+            seed = seed % 10**9 * 1_000_000_007 + prompts[0].number
+        args = (self.handle, self.version, new_episodes(prompts, group_size), seed)
+        return await self.generators.request("rollout", *args)
 
     async def step(self, groups: list[Group]) -> None:
         """Lets the trainer train on a batch. Counts the groups, and adds a row."""
@@ -3297,11 +3289,13 @@ def call_task(cfg: Flags, method: str, conversations: Conversations) -> list[Any
             results.append(error)
     # Last, because inside a loop asyncio.run in a plain call would fail.
     results = runner().run(awaited(results))
-    convert: Any = {"score": rewards_from, "reply": reply_from}[method]
-    converted = []
+    converted: list[Any] = []
     for (prompt, _), result in zip(conversations, results):
         try:
-            converted.append(convert(result, prompt))
+            if method == "score":
+                converted.append(rewards_from(result, len(prompt.turns)))
+            else:
+                converted.append(reply_from(result, prompt))
         except BaseException as error:
             converted.append(place_of(error))
     return converted
@@ -3333,8 +3327,7 @@ def reply_from(result: Any, prompt: Prompt) -> Turn | None:
     return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
 
 
-def rewards_from(result: Any, prompt: Prompt) -> list[float]:
-    num_turns = len(prompt.turns)
+def rewards_from(result: Any, num_turns: int) -> list[float]:
     if hasattr(result, "tolist"):  # tensor or array
         result = result.tolist()
     # A single number is the reward of the last turn.
@@ -3806,7 +3799,13 @@ class UserRun(Run):
                     replied.append(episode)
                 else:
                     ended.append(episode)
-            going = await self.request_turns(replied, seed) if replied else []
+            going = []
+            if replied:
+                # Another seed for each turn.
+                rng = random.Random(f"{seed} {prompts[0].number} {len(replied[0].responses)}")
+                own_seed = None if seed is None else rng.getrandbits(63)
+                args = (self.handle, self.version, replied, own_seed)
+                going = await self.generators.request("rollout", *args)
         return sorted(ended + going, key=lambda episode: episode.prompt.number)
 
     def note_error(self, reason: str) -> None:
@@ -3970,7 +3969,7 @@ def verify(policy: HubPolicy, name: str) -> None:
     # Two lengths, so that one is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = f"--model {name}: rollouts"
-    episodes = called(where, rollout, probe, prompts, 2, 0)
+    episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
     old_logprobs, logprobs = called(where, recompute_logprobs, probe, episodes)
     if not float(k3(old_logprobs, logprobs).max()) < 1e-6:  # NaN raises, too
         raise UsageError(f"{where} and the trainer's pass disagree")
@@ -4278,7 +4277,8 @@ def lone_run(
     """Samples and trains in this process. The caller sets the rewards of each step."""
     for _ in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
-        episodes = rollout(learner.policy, drawn, learner.cfg.group_size, drawn[0].number)
+        episodes = new_episodes(drawn, learner.cfg.group_size)
+        episodes = rollout(learner.policy, episodes, drawn[0].number)
         yield episodes
         learner.step(episodes)
 
@@ -4523,7 +4523,8 @@ async def demo_reward_model(report: Report) -> None:
     sft(Learner(policy, cfg), training_prompts(task), 60)
     # Of each prompt's 16 responses, 8 are compared, for all three reward models.
     compared = list(islice(training_prompts(task), NUM_COMPARED))
-    for group in groups_of(rollout(policy, compared, 16, compared[0].number)):
+    sampled = rollout(policy, new_episodes(compared, 16), compared[0].number)
+    for group in groups_of(sampled):
         compare(group, task.prefer, Path(cfg.preferences))
     service = Service(Worker, 3, report.pool)
     await service.begin()

@@ -551,7 +551,7 @@ def parameters(learned: Any) -> torch.Tensor:
 def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
     task = m.LetterTask(learned.cfg.seed)
     prompts = [task.prompt(number) for number in range(num_prompts)]
-    episodes = m.rollout(learned.policy, prompts, 4, 0)
+    episodes = m.rollout(learned.policy, m.new_episodes(prompts, 4), 0)
     for place, episode in enumerate(episodes):
         episode.rewards = [place % 4 / 8, place % 3 / 8]
     return episodes
@@ -575,6 +575,12 @@ def test_an_advantage_is_that_of_what_follows() -> None:
     found = m.advantages_of(episodes, "none")
     assert found[0] == [0, 0.75, 0.75, 0, 0.5]
     assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
+    # A conversation that an environment has ended earlier: its last turn is compared with nothing.
+    ended = m.Episode(task.prompt(1), turn_of=[0, 1], rewards=[1.0])
+    for kind in ("group", "leave_one_out"):
+        alone, other = m.advantages_of([episodes[3], ended], kind)
+        assert (alone[5:], alone[2], other) == ([0, 0], pytest.approx(-other[1]), [0, other[1]])
+        assert other[1] > 0.2
     found = m.advantages_of(episodes, "leave_one_out")  # of two: the difference of both
     assert found[0] == pytest.approx([0, -0.25, -0.25, 0, -0.5])
     assert found[1] == pytest.approx([0, 0, 0.25, 0, 0, 0.5, 0.5])
@@ -738,7 +744,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
     said = prompts[4].turns
     prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), said[1]))  # rows of other lengths
-    episodes = m.rollout(policy, prompts, 3, 0)
+    episodes = m.rollout(policy, m.new_episodes(prompts, 3), 0)
     assert len(episodes) == 15
     recorded, recomputed = m.recompute_logprobs(policy, episodes)
     assert torch.allclose(recorded, recomputed, atol=2e-3)
@@ -838,29 +844,80 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
             assert [i for i in found if i in controls] == wanted
 
 
-def test_a_conversation_is_what_the_template_says() -> None:
-    policy = policy_of()
-    task = m.LetterTask(CFG.seed)
-    prompts = [task.prompt(number) for number in range(20)]
+def check_conversations(policy: Any, sampled: list[Any]) -> None:
+    """Their text is what the template says, although responses are never tokenized."""
     letters = {*policy.tokenizer.convert_tokens_to_ids(list(m.LETTERS)), *policy.end_ids}
-
-    def whole(prompt: Any, responses: list[str]) -> str:
-        chat = []
-        for turn, response in zip(prompt.turns, responses, strict=True):
-            chat += [*turn.messages, {"role": "assistant", "content": response}]
-        return policy.tokenizer.apply_chat_template(chat, tokenize=False)
-
-    sampled = [e for e in m.rollout(policy, prompts, 4, 0)]
     said = [{i for i, t in zip(e.ids, e.turn_of, strict=True) if t} for e in sampled]
     plain = [e for e, ids in zip(sampled, said, strict=True) if ids <= letters]
     kinds = {tuple(episode.truncated) for episode in plain}
     assert len(kinds) > 2  # some go on after an end, some after none
     for episode in plain:
+        chat = []
+        for turn, response in zip(episode.prompt.turns, episode.responses, strict=True):
+            chat += [*turn.messages, {"role": "assistant", "content": response}]
         end = "<end>" if episode.truncated[-1] else ""
         text = policy.tokenizer.decode(episode.ids) + end
-        assert text == whole(episode.prompt, episode.responses)
+        assert text == policy.tokenizer.apply_chat_template(chat, tokenize=False)
+
+
+def test_a_conversation_is_what_the_template_says() -> None:
+    policy = policy_of()
+    task = m.LetterTask(CFG.seed)
+    prompts = [task.prompt(number) for number in range(20)]
+    check_conversations(policy, m.rollout(policy, m.new_episodes(prompts, 4), 0))
     for prompt in prompts:
         assert task.score(prompt, [turn.answer for turn in prompt.turns]) == [0.5, 0.5]
+
+
+def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) -> None:
+    class Environment(m.RetryTask):
+        def reply(self, prompt: Any, responses: list[str]) -> Any:
+            reply = super().reply(prompt, responses)
+            if prompt.number == 7 and len(responses) == 2:
+                raise ValueError("no hint")
+            if reply is None or prompt.number % 3 == 0:
+                return reply and reply.messages[0]["content"]
+            return self.later(list(reply.messages))
+
+        async def later(self, messages: Any) -> Any:
+            return messages
+
+    async def sample(_: str, __: Any, at_least: int, episodes: Any, seed: int) -> Any:
+        seeds.append(seed)
+        return m.rollout(policy, copy.deepcopy(episodes), seed, len(seeds))
+
+    async def reply(what: Any, conversations: Any) -> Any:
+        worker = types.SimpleNamespace(call_task=functools.partial(m.call_task, CFG))
+        return await asyncio.to_thread(what, worker, conversations)
+
+    policy = policy_of()
+    task = Environment(CFG.seed)
+    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+    run = run_of(m, replace(CFG, max_turns=3), None)
+    run.set_task(task)
+    run.generators = types.SimpleNamespace(request=sample)
+    run.reward_workers = types.SimpleNamespace(request=reply)
+    prompts = [task.prompt(number) for number in range(25)]
+    seeds: list[int] = []
+    sampled = asyncio.run(run.request_rollout(4, 0, prompts))
+    check_conversations(policy, sampled)
+    # The same letters are never asked for again, and the answer follows the question.
+    assert m.num_ignored(sampled) == 0
+    assert {len(e.responses) for e in sampled} == {1, 2, 3}
+    for episode in sampled:
+        first, *later = episode.prompt.turns
+        assert [turn.is_reply for turn in later] == [True] * len(later)
+        assert episode.prompt.is_held_out == task.prompt(episode.prompt.number).is_held_out
+        assert {turn.answer for turn in later} <= {first.answer}
+    # The oldest version counts, each request has its own seed, and an error costs its episode.
+    assert {episode.version for episode in sampled} == {1}
+    assert len(set(seeds)) == 3
+    assert [e.prompt.number for e in sampled] == sorted(e.prompt.number for e in sampled)
+    assert 96 <= len(sampled) < 100
+    (reason,) = run.errors
+    assert "no hint" in reason
+    recorded, recomputed = m.recompute_logprobs(policy, sampled)
+    assert m.k3(recorded, recomputed).max() < 1e-10
 
 
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
@@ -1203,17 +1260,17 @@ class FakeServices:
     async def request(self, method: str, *args: Any) -> Any:
         return await getattr(self, method)(*args)
 
-    async def rollout(self, _: Any, at_least: int, prompts: list[Any], *__: Any) -> list[Any]:
+    async def rollout(self, _: Any, at_least: int, asked: list[Any], *__: Any) -> list[Any]:
         assert at_least <= self.version
         version = self.version
         await asyncio.sleep(min(0.1, 0.0005 * self.rng.paretovariate(0.7)))
         if self.loses and self.rng.random() < 0.05:
             raise self.module.ReplicaLost("generator_0 has died")
         found = []
-        for prompt in prompts:
+        for episode in asked[::2]:
             if not (self.loses and self.rng.random() < 0.1):
                 row = (version, [1, 2], [0, 1], [0.0, -1.0], ["a"], [False])
-                found += [self.module.Episode(prompt, *row) for _ in range(2)]
+                found += [self.module.Episode(episode.prompt, *row) for _ in range(2)]
         return found
 
     async def score(self, groups: list[Any]) -> list[Any]:
@@ -1571,7 +1628,7 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     for extra in ({}, {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}):
         results |= extra
         group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
-        scored = dict(zip(results, m.score_group(CFG, group), strict=True))
+        scored = dict(zip(results, m.call_task(CFG, "score", group), strict=True))
         wanted = {"a": [0.5], "f": [0.25]}
         for response, rewards in scored.items():
             assert rewards == wanted[response] if response in wanted else rewards
@@ -1612,7 +1669,8 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
 def rewards_of_both(cfg: m.Config, answer: Any) -> list[Any]:
     """The rewards of the right answer to a prompt, and of a wrong one."""
     prompt = m.user_task(cfg).prompt(7)
-    return m.score_group(cfg, [(prompt, [response]) for response in (answer(prompt), "none")])
+    conversations = [(prompt, [response]) for response in (answer(prompt), "none")]
+    return m.call_task(cfg, "score", conversations)
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
@@ -1742,7 +1800,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
     # One request for each group, and one for each process: the first, after a death, after a hang.
-    assert Counter(sent) == {m.score_group: len(names), os.getpid: 3}
+    assert Counter(sent) == {m.call_task: len(names), os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
@@ -2389,12 +2447,13 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
     task: Any = types.SimpleNamespace(task=None)
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
-    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda group: "task")
+    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda method, group: "task")
     monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
     score = m.user_scorer(replace(CFG, reward="model"), Path("."))
     prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(50)]
-    scored = {prompt.is_held_out: score([(prompt, [])]) for prompt in prompts}
-    assert scored == {True: "task", False: "model"}
+    for method, by in (("score", "model"), ("reply", "task")):
+        scored = {prompt.is_held_out: score(method, [(prompt, [])]) for prompt in prompts}
+        assert scored == {True: "task", False: by}
 
 
 # == hosts =========================================================================================
@@ -2500,7 +2559,7 @@ def spoken(turn_of: list[int], rewards: list[float]) -> m.Episode:
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
     task = m.LetterTask(CFG.seed)
     prompts = [task.prompt(number) for number in range(num_prompts)]
-    episodes = m.rollout(policy, prompts, 1, seed)
+    episodes = m.rollout(policy, m.new_episodes(prompts, 1), seed)
     for episode in episodes:
         episode.rewards = [task.grade("a", text) + 0.1 * len(text) for text in episode.responses]
     return episodes
@@ -2745,7 +2804,7 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     short = m.Prompt(0, (m.user_turn("a", "a"), m.user_turn("b", "b")))
     long = m.Prompt(1, (m.user_turn("a" * 40, "a"),))
     policy.context = 40 + 3 + policy.max_new_tokens  # the long one fits, before its response
-    episodes = m.rollout(policy, [short, long], 2, 0)
+    episodes = m.rollout(policy, m.new_episodes([short, long], 2), 0)
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
