@@ -903,7 +903,7 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     check_conversations(policy, sampled)
     # The same letters are never asked for again, and the answer follows the question.
     assert m.num_ignored(sampled) == 0
-    assert {len(e.responses) for e in sampled} == {1, 2, 3}
+    assert {len(e.responses) for e in sampled} == {2, 3}
     for episode in sampled:
         first, *later = episode.prompt.turns
         assert [turn.is_reply for turn in later] == [True] * len(later)
@@ -1821,8 +1821,8 @@ if __name__ == "__main__":
     cfg = m.Flags(model="x", task=sys.argv[2], reward=sys.argv[3])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     score = m.UserProcess(cfg)
-    print(score([(prompt, ["child"])]), flush=True)
-    score([(prompt, ["stuck"])])
+    print(score("score", [(prompt, ["child"])]), flush=True)
+    score("score", [(prompt, ["stuck"])])
 """
 
 
