@@ -34,21 +34,19 @@ which checks one rule by measurement, and prints a one-line edit that violates i
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
     13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Three ways to read. *An hour*: the introduction, the picture and the demo of each section of Part I.
-*An afternoon*, three hours: Part I (1 to 12), the whole system on one host, following everything.
-*A weekend*: everything, verified; Part II adds your own model and data, and stages 13 to 16.
-After a section, run its stage, and then make its edit: a check fails.
+Three ways to read. *An hour*: the introduction, picture and demo of each section of Part I. *An
+afternoon* of three hours: all of Part I (1 to 12), the system on one host. *A weekend*: everything;
+Part II adds your own model and data, and stages 13 to 16.
 
 Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
 of one prompt; their rewards are compared. A *version* numbers the weights: each step makes the
 next. *Staleness* is the trainer's version minus the version that sampled. A *slot* holds the
-weights of one version; readers *lease* it. CPU *staging* means that weights pass through memory of
-the host, here through a slot.
+weights of one version; readers *lease* it.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
 Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trainers over several hosts (torchtitan);
-trackers (a loop over --log). For Linux on x86-64, with Python 3.11 to 3.13.
+trackers (a loop over --log). For Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -125,10 +123,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of the system. Each field is also a flag: --max-staleness, for example.
-
-    If `max_new_tokens` or `lr` is 0, Part II chooses a value; the demos give values.
-    """
+    """Configuration of the system. Each field is also a flag: --max-staleness, for example."""
 
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
@@ -207,10 +202,10 @@ class Report:
 # ==== PART I: the system ====
 
 # == 1. HELLO ACTOR ====
-# Problem. Threads share an object. Each reads it, pauses, and writes back a new value. Updates
-#   vanish, without an error, and not every time.
+# Problem. Threads read a shared object, pause, and write back a new value. Updates vanish, without
+#   an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
-#   messages. Messages wait in the actor's mailbox, and its endpoints run one at a time.
+#   messages, which it handles one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
 #
 #   main process                              process of the actor
@@ -219,7 +214,7 @@ class Report:
 
 
 class Accumulator(Actor):
-    """A running total. `@endpoint` marks the methods that messages may call, one at a time.
+    """A running total. `@endpoint` marks the methods that messages call, one at a time.
 
     The calls of a `@concurrent_endpoint` may overlap.
     """
@@ -229,7 +224,6 @@ class Accumulator(Actor):
 
     @endpoint  # mechanism: hello_actor
     async def add(self, pause_s: float = 0.0005) -> None:
-        """Adds one."""
         total = self.total
         # During the pause, another thread or coroutine would read the same total.
         await sleep(pause_s)
@@ -243,10 +237,8 @@ class Accumulator(Actor):
         return total
 
     @endpoint
-    async def where(self) -> str:
-        """Returns the place of this actor: host, process and device."""
-        device: Any = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return f"host {socket.gethostname()}, process {os.getpid()}, {device}"
+    async def process_id(self) -> int:
+        return os.getpid()
 
 
 async def lost_by_threads(num_additions: int) -> int:
@@ -272,7 +264,8 @@ async def demo_hello_actor(report: Report) -> None:
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     total = procs.spawn("total", Accumulator)
-    report.say(f"this is process {os.getpid()}; the actor: {await total.where.call_one()}")
+    process_id = await total.process_id.call_one()
+    report.say(f"this is process {os.getpid()}, and the actor lives in process {process_id}")
     await gather(*[total.add.call_one() for _ in range(200)])
     lost = 200 - await total.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
@@ -290,7 +283,7 @@ async def demo_hello_actor(report: Report) -> None:
 # Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
 #   the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
-#   a call selects which members run, and which of them return an answer:
+#   a call selects which members run and answer:
 #
 #   mesh.add.call(...)                    runs on every member; returns a mesh of their answers
 #   mesh.add.broadcast(...)               runs on every member; returns no answer
@@ -304,7 +297,7 @@ async def demo_hello_actor(report: Report) -> None:
 @stage(instead="await members.slice(worker=0).add.call()")
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
-    # 4 processes, with an actor in each. Each actor has a total of its own.
+    # 4 processes, with an actor and its total in each.
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("members", Accumulator)
 
@@ -407,7 +400,7 @@ async def demo_rdma_transfer(report: Report) -> None:
 # Problem. Actors in many processes have to meet, for example at one log. Two creators would make
 #   two half-filled logs.
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
-#   first request for a name creates it, in the main process, and later ones find it.
+#   first request creates it, in the main process.
 # Cost. One more message for each lookup; one process answers all calls.
 
 
@@ -437,8 +430,6 @@ class Timeline(Actor):
 
 
 class Witness(Actor):
-    """An actor that looks the timeline up by name."""
-
     @endpoint
     async def report(self) -> None:
         timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
@@ -596,7 +587,6 @@ class Parent(Actor):
 
     @endpoint
     async def detected(self) -> float | None:
-        """Returns when the failure was detected, in seconds since 1970."""
         return self.detected_s
 
 
@@ -655,12 +645,11 @@ async def demo_supervision(report: Report) -> None:
 # == 6. SERVICE ====
 # Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
 #   and each caller has to know which actors are left.
-# Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
-#   the one with the fewest in flight. An attempt has one of three outcomes:
+# Rule. A service owns interchangeable replicas, and gives a request to the one with the fewest in
+#   flight, so that none waits behind a long rollout. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
-#   3. The request raises. The exception goes to the caller, and is not retried: on another replica
-#      the request would raise, too.
+#   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run several times, so it must be harmless to repeat.
 # Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
 #
@@ -668,14 +657,9 @@ async def demo_supervision(report: Report) -> None:
 #                                          \------> replica 1   answers
 #          <------- 2.0 -----------------------------/
 #
-# In use:
-#
 #   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
-#
-# Why the fewest in flight: round robin would queue requests behind long rollouts. One request has
-# all turns, so sessions need not stick to a replica.
 
 
 class ReplicaLost(RuntimeError):
@@ -692,9 +676,7 @@ class Replica:
     in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
     result: Any = None  # the return value of `setup`
     is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
-    lost: asyncio.Future[str] = field(
-        default_factory=asyncio.Future
-    )  # set to the reason of the loss
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why it was lost
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
 
     def lose(self, reason: str) -> None:
@@ -953,9 +935,10 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# The slot is *CPU staging*: the trainer need not know who reads, or when. Left, a broadcast in a
-# process group is one operation of all members, so the trainer waits for the last rollout. Right,
-# slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# A slot is *CPU staging*, memory of the host on the way: the trainer need not know who reads, or
+# when. Left, a broadcast in a process group is one operation of all members, so the trainer waits
+# for the last rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a
+# pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -1073,10 +1056,7 @@ class WeightWriter:
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
-        """Begins to copy. Nobody may change the tensors until `wait` has returned.
-
-        The trainer waits just before `optimizer.step()`: a forward and a backward pass only read.
-        """
+        """Begins to copy. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
@@ -1211,7 +1191,6 @@ def blocks(num_blocks: int) -> Weights:
 
 
 def extremes(tensor: Tensor) -> list[float]:
-    """Returns the smallest and the largest number of a tensor."""
     return [extreme.item() for extreme in tensor.aminmax()]
 
 
@@ -1371,8 +1350,7 @@ class ShardedWriter(WeightWriter):
         slot = torch.tensor([self.arena.free_slot()])
         dist.broadcast(slot, 0, self.group)  # the choice of rank 0
         self.write(self.arena.slots[int(slot)])
-        # Waits until all have written. If one raises, there is no version, and the others raise
-        # after the timeout of the group, 30 minutes.
+        # Waits until all have written.
         dist.barrier(self.group)
         if self.rank == 0:
             self.arena.commit(version, int(slot))
@@ -1666,8 +1644,6 @@ class Policy:
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
-        This is the trainer's pass, over whole conversations.
-
         ids: [B, T], padded on the right.
         is_sampled: [B, T - 1], of the tokens from the second on.
         """
@@ -1895,10 +1871,6 @@ async def demo_rollout(report: Report) -> None:
 # be the product of its tokens' ratios, and explode with its length; the losses below take the
 # ratio of each token alone. That ignores how likely the tokens before it have become.
 #
-# Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
-# up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
-# Watch the reward and held-out accuracy instead.
-#
 # From a loss to an update, for one batch with N sampled tokens:
 #
 #   logp, entropy = policy.token_logprobs(ids, is_sampled)       # [N] each, now
@@ -1913,11 +1885,11 @@ async def demo_rollout(report: Report) -> None:
 def advantages(rewards: Tensor, kind: str) -> Tensor:
     """Returns advantages [..., G] of rewards [..., G] of groups.
 
-    By example, an easy prompt and a hard one:
+    By example, four responses:
 
-        none            1     1     1     0         0     0     0     1
-        leave_one_out   0.33  0.33  0.33 -1        -0.33 -0.33 -0.33  1     (RLOO, Ahmadian 2024)
-        group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
+        none            1     1     1     0
+        leave_one_out   0.33  0.33  0.33 -1      (RLOO, Ahmadian 2024)
+        group           0.58  0.58  0.58 -1.73   (GRPO, Shao 2024)
 
     leave_one_out subtracts the mean of the *others*: n / (n - 1) times `centred`. group divides by
     the standard deviation: all prompts get the same scale.
@@ -1970,9 +1942,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
     """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
 
-    The bias of stale samples is removed by a weight, prox / old, which is a constant. The push is
-    clipped by another, now / prox, which is 1 in the first update on a batch. With `ppo` alone a
-    stale token may be beyond the clip before its first update, and is wasted.
+    The weight, prox / old, is a constant. The clip is of now / prox, which is 1 in the first update
+    on a batch. With `ppo` a stale token may be beyond the clip before any update, and is wasted.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
@@ -2002,10 +1973,9 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of the rows in it."""
 
     num_tokens: int
-    loss: float  # with ppo near 0, even in a healthy run: section 10
+    loss: float  # with ppo near 0: -A, and the advantages of a group add up to 0
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
-
     grad_norm: float  # before it is cut to 1
     seconds: float
 
@@ -2032,7 +2002,6 @@ class Learner:
         return stats[0]
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token of each episode."""
         return advantages_of(episodes, self.cfg.advantage)
 
     def update(self, batches: list[Batch]) -> StepStats:
@@ -2151,7 +2120,7 @@ class Bandit:
     samples: Tensor  # [batches, 4, 8]: responses
 
     def true_gradient(self, now: Tensor) -> Tensor:
-        """Returns grad J [4, 16], from all responses and their probabilities."""
+        """Returns grad J [4, 16]."""
         table = now.clone().requires_grad_()
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
@@ -2293,7 +2262,6 @@ Rewards = list[list[float] | str]
 
 
 def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
-    """Returns the learner of a trainer, and the writer that publishes its weights."""
     policy = Policy(cfg)
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
@@ -4062,9 +4030,7 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-# The first steps train only the critic. Without them the demo's critic reaches 0.56 and 0.30 right
-# letters with seeds 0 and 1, in place of 0.64 and 0.59.
-CRITIC_ALONE = 8
+CRITIC_ALONE = 8  # the first steps, which train only the critic
 
 
 def value_network(policy: Policy) -> Any:
@@ -4698,7 +4664,7 @@ async def demo_hosts(report: Report) -> None:
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
 # Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time)
-#   and each value (over the steps). After stages a slider selects one of four runs.
+#   and each value (over the steps).
 # Cost. After stages, four more runs of 60 steps.
 
 PAGE = """<!doctype html>
@@ -4708,23 +4674,10 @@ PAGE = """<!doctype html>
 <title>monarch_rl</title>
 <style>
 :root { color-scheme: light dark; font: 1rem/1.5 system-ui; }
-input { width: 100%; }
 svg { display: block; height: 2rem; outline: 1px solid gray; }
 path { fill: #2a7fd4; }
 p { overflow-wrap: anywhere; }
 </style>
-<script type="module">  // a module waits for the sections
-const runs = document.querySelectorAll("section");
-const slider = document.querySelector("input");
-slider.max = runs.length - 1;
-slider.oninput = () => {
-  slider.hidden = false;
-  for (const run of runs) run.hidden = run != runs[slider.value];
-  slider.ariaValueText = runs[slider.value].firstChild.textContent;
-};
-if (runs.length > 1) slider.oninput();
-</script>
-<input type="range" value="0" aria-label="run" hidden>
 <p>How busy each process was; values over the steps.
 """
 
@@ -4782,10 +4735,9 @@ def write_page(path: str, runs: list[Record]) -> None:
     page = PAGE
     for run in runs:
         # A reason may quote an error of a user's code.
-        page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
+        page += f"<h2>{run['title']}</h2><p>{html.escape(run['summary'])}\n"
         for name, values in run["lanes"].items():
             page += picture(name, values) if values else ""
-        page += "</section>\n"
     Path(path).write_text(page, encoding="utf-8")
 
 
