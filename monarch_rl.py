@@ -39,9 +39,9 @@ afternoon* of three hours: all of Part I (1 to 12), the system on one host. *A w
 Part II adds your own model and data, and stages 13 to 16.
 
 Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
-of one prompt; their rewards are compared. A *version* numbers the weights: each step makes the
-next. *Staleness* is the trainer's version minus the version that sampled. A *slot* holds the
-weights of one version; readers *lease* it.
+of one prompt. A *version* numbers the weights: each step makes the next. *Staleness* is the
+trainer's version minus the version that sampled. A *slot* holds the weights of one version; readers
+*lease* it.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
@@ -195,7 +195,6 @@ class Report:
         print(f"    {result} {what}: {value:.3g}  ({relation} {bound:.3g})")
 
     def failed(self) -> list[str]:
-        """Returns the names of the stages in which a check failed."""
         return [s["name"] for s in self.stages if not all(c["ok"] for c in s["checks"])]
 
 
@@ -260,7 +259,7 @@ async def demo_hello_actor(report: Report) -> None:
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
-    # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
+    # A process on this host, and an actor in it. `spawn` returns a reference at once; `call_one`
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     total = procs.spawn("total", Accumulator)
@@ -280,8 +279,7 @@ async def demo_hello_actor(report: Report) -> None:
 
 
 # == 2. ACTOR MESH ====
-# Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
-#   the sum of their times.
+# Problem. Calling many generators, or many ranks, one after another takes the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
 #   a call selects which members run and answer:
 #
@@ -290,8 +288,7 @@ async def demo_hello_actor(report: Report) -> None:
 #   mesh.add.choose(...)                  runs on one member, drawn at random
 #   mesh.slice(worker=2).add.call_one()   runs on this member
 #
-# Cost. `call` completes when the slowest member does, and raises if any member raises. `broadcast`
-#   reports no failure.
+# Cost. `call` waits for the slowest member, and raises if any does. `broadcast` reports no failure.
 
 
 @stage(instead="await members.slice(worker=0).add.call()")
@@ -326,8 +323,8 @@ async def demo_actor_mesh(report: Report) -> None:
 # Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
 #   answer waits until the owner's Python has time.
 # Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
-#   once, as an RDMABuffer, and sends the handle in a message: whose memory it is, where, and how
-#   large. The receiver moves the bytes. The operation is one-sided: no Python of the owner runs.
+#   once, as an RDMABuffer, and sends a handle: whose memory it is, where, and how large. The
+#   receiver moves the bytes. This is one-sided: no Python of the owner runs.
 # Cost. The owner must keep the memory alive, and is not notified when a reader finishes.
 #
 #   owner                                           reader
@@ -336,13 +333,11 @@ async def demo_actor_mesh(report: Report) -> None:
 #                                                     handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
-# that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust.
-# Within a host the weight sync (section 7) uses shared memory instead: a reader then needs no copy.
+# its processor. Without such a card Monarch does the same over TCP, by threads in Rust. Within a
+# host, section 7 uses shared memory instead, and a reader needs no copy.
 
 
 class Owner(Actor):
-    """Owns memory, and lends it by a handle."""
-
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
 
@@ -425,7 +420,6 @@ class Timeline(Actor):
 
     @endpoint
     async def read(self, who: str = "") -> list[Span]:
-        """Returns the spans of workers whose name begins with `who`."""
         return [span for span in self.spans if span.who.startswith(who)]
 
 
@@ -570,7 +564,7 @@ class FaultyWorker(Worker):
 
 
 class Parent(Actor):
-    """An actor that spawns another one, its child, in a process of its own."""
+    """Spawns another actor, its child, in a process of its own."""
 
     def __init__(self) -> None:
         self.detected_s: float | None = None
@@ -884,8 +878,6 @@ class Pool:
 
 
 class RootWorker(Worker):
-    """A stateless worker."""
-
     def root(self, number: float) -> float:
         time.sleep(0.002)
         return math.sqrt(number)
@@ -935,10 +927,9 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# A slot is *CPU staging*, memory of the host on the way: the trainer need not know who reads, or
-# when. Left, a broadcast in a process group is one operation of all members, so the trainer waits
-# for the last rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a
-# pull.
+# A slot is *CPU staging* in host memory: the trainer need not know who reads, or when. Left, a
+# broadcast in a process group is one operation of all members, so the trainer waits for the last
+# rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -1043,8 +1034,8 @@ class Arena:
 class WeightWriter:
     """The trainer's side. `publish` copies in a background thread.
 
-    The tensors move into one block with the layout of a slot, so a publish is one memory copy. The
-    model and the optimizer keep the same tensor objects, and updates in place write the block.
+    The tensors become views of one block, so a publish is one memory copy. The optimizer's updates
+    in place write the block.
     """
 
     copying: Future[None] | None = None
@@ -1090,7 +1081,7 @@ def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
 
 
 class WeightReader:
-    """A generator's side. `pull` points its tensors at the latest version: nothing is copied."""
+    """A generator's side: its tensors point into a slot, and nothing is copied."""
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         # Both sides must agree on each tensor's name, shape, dtype and place.
@@ -1225,7 +1216,6 @@ class ReaderWorker(Worker):
 
 
 def publish_filled(writer: WeightWriter, version: int) -> None:
-    """Fills the tensors with the number of the version, and publishes them."""
     for tensor in writer.tensors.values():
         tensor.fill_(version)
     writer.publish(version)
@@ -1287,14 +1277,13 @@ async def demo_weight_sync(report: Report) -> None:
 
 # == 8. RESHARD ====
 # Problem. A large model's trainer has several ranks, each with a shard of every weight, say rows. A
-#   reader wants the whole, or another sharding, say columns. To gather the whole on one rank, and
-#   to write it from there, copies the data twice, and the whole may not fit on one rank.
+#   reader wants the whole, or another sharding, say columns. Gathering the whole on one rank copies
+#   the data twice, and it may not fit there.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
-#   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
-#   it. If several ranks hold a box, as replicas do, one writes it.
+#   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
-# In this file trainers of several ranks need it (Part II). Generators here hold whole tensors.
+# In this file trainers of several ranks need it (Part II). Generators hold whole tensors.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1325,7 +1314,7 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks, with DTensors. All write into the same slot.
+    """One rank of a trainer of several ranks, with DTensors.
 
     dtype: of floating-point tensors in the slot (Part II samples in bfloat16).
     """
@@ -1441,7 +1430,7 @@ async def demo_reshard(report: Report) -> None:
 # == 9. ROLLOUT ====
 # Problem. In RL the same network runs in two programs. The generator samples token by token, with a
 #   KV cache. The trainer computes the log-probabilities of whole conversations at once. If they
-#   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
+#   disagree about what was sampled, or how likely it was, the gradient is wrong, without an error.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
@@ -1671,7 +1660,7 @@ class Decoder:
     """KV cache and next-token logits of a batch of rows of ids.
 
     The cache keeps the attention keys and values of all tokens so far, so each token passes through
-    the model once. The first pass, over whole prompts, is the prefill; equal rows share it.
+    the model once. Equal rows share the first pass, over whole prompts: the prefill.
 
     decoder = Decoder(policy, [[5, 6], [5, 6], [7]])   # two rows in the cache, then three
     tokens = decoder.sample(rng)                       # a token for each row
@@ -1867,9 +1856,9 @@ async def demo_rollout(report: Report) -> None:
 # A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
 #
 # From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
-# gets the gradient A grad log p with the advantage of its response. The ratio of a response would
-# be the product of its tokens' ratios, and explode with its length; the losses below take the
-# ratio of each token alone. That ignores how likely the tokens before it have become.
+# gets the gradient A grad log p with the advantage of its response. The ratio of a response, the
+# product of its tokens' ratios, would explode with its length. The losses take the ratio of each
+# token alone, which ignores how likely the tokens before it have become.
 #
 # From a loss to an update, for one batch with N sampled tokens:
 #
@@ -1878,8 +1867,8 @@ async def demo_rollout(report: Report) -> None:
 #   (loss.sum() / N).backward()
 #   optimizer.step()
 #
-# The mean is over the tokens of the batch (DAPO, Yu 2025). GRPO first took the mean of each
-# response, so that a token of a long response had less weight.
+# The mean is over the tokens of the batch (DAPO, Yu 2025). GRPO took the mean of each response
+# first, so a token of a long response had less weight.
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -1930,8 +1919,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
     the loss -r has a gradient. At 0.65 r is 1.3, and the loss -min(1.3, 1.2) is a constant. A *bad*
-    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, and keeps its gradient, however
-    large r is. So a bad token needs a bound of its own.
+    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, whose gradient grows with r: so it
+    needs a bound of its own.
     """
     ratio = ratio_of(logp, old_logprobs)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -1961,8 +1950,8 @@ class Batch:
     """A micro-batch of episodes: B rows, T columns, N sampled tokens, row by row."""
 
     num_tokens: int  # sampled, in all micro-batches: the denominator of the loss
-    ids: Tensor  # [B, T], padded on the right
-    is_sampled: Tensor  # [B, T - 1], of the tokens from the second on
+    ids: Tensor  # [B, T], as in `Policy.token_logprobs`
+    is_sampled: Tensor  # [B, T - 1]
     old_logprobs: Tensor  # [N]
     advantage: Tensor  # [N]
     prox_logprobs: Tensor | None = None  # [N], from the first update on
@@ -2111,8 +2100,8 @@ def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
 class Bandit:
     """A contextual bandit: 4 prompts, with 16 possible responses of one token each.
 
-    A policy is a table [4, 16] of logits, so J and its gradient are computed exactly, from all
-    responses, and estimates from samples are compared with it.
+    A policy is a table [4, 16] of logits. grad J is computed exactly, from all responses, and
+    compared with estimates from samples.
     """
 
     rewards: Tensor  # [4, 16]
@@ -2197,8 +2186,7 @@ async def demo_losses(report: Report) -> None:
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators wait for the newest version before they sample,
-#   and no step is made meanwhile, so staleness is 0. An unscored episode is left out. One object
-#   accounts for every group that was started.
+#   and no step is made meanwhile, so staleness is 0. One object accounts for every group.
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
@@ -2230,7 +2218,6 @@ async def demo_losses(report: Report) -> None:
 
 
 async def train_sync(run: Run, num_steps: int) -> None:
-    """Samples, scores and trains; one thing at a time."""
     groups: list[Group] = []
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
@@ -2252,8 +2239,7 @@ async def scatter_gather(
 
 # -- 11b. The actors of a run ---
 
-# Of a group: the prompt and responses of each episode, and its rewards for each turn, or the reason
-# why there are none.
+# Of a group: each episode's prompt and responses, and its rewards by turn, or why there are none.
 Conversations = list[tuple[Prompt, list[str]]]
 Rewards = list[list[float] | str]
 
@@ -2365,8 +2351,7 @@ class Progress:
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
     # Prompts with a generator, a reward worker, the buffer, or the trainer.
     in_flight: set[int] = field(default_factory=set)
-    # trained; dropped: too old, or left at the end of the run; lost: no rewards, or too long, or
-    # their request failed
+    # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
     ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
 
     def end(self, how: str, numbers: set[int]) -> None:
@@ -2551,7 +2536,7 @@ def demo_config(cfg: Config) -> Config:
 
 
 async def begin_demo(report: Report) -> Run:
-    """Returns a run of the tiny policy, which begins with a held-out accuracy near 0.07."""
+    """Returns a run whose policy has a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
     # 60 supervised steps, as by --sft-steps (Part II).
@@ -2576,7 +2561,7 @@ async def demo_sync_rl(report: Report) -> None:
 
 # == 12. ASYNC RL ====
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
-#   samples grow old: nothing bounds how many versions.
+#   samples grow old without a bound.
 # Rule. Two loops and a buffer. The first requests groups while fewer than K + 1 batches are in
 #   flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
@@ -2587,8 +2572,6 @@ async def demo_sync_rl(report: Report) -> None:
 #     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1, published
 #       ^                                                         |
 #       +------------- room for another batch --------------------+
-#
-# Nobody sends weights to a generator: each request begins with a pull of the latest (section 7).
 #
 # Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
 # is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
@@ -2664,8 +2647,7 @@ async def generating(
 class ReplayBuffer:
     """A queue of groups with bounded staleness, and the only point where the loops meet.
 
-    The name is customary; each group is used once. One event loop runs all methods, so they need no
-    thread lock.
+    Each group is used once. One event loop runs all methods, so they need no thread lock.
     """
 
     def __init__(self, run: Run, max_staleness: int, num_batches: int) -> None:
@@ -4016,9 +3998,9 @@ class DeviceReader(WeightReader):
 #   advantage of a token is a target minus V, normalized over the batch.
 # Cost. A network as large as the policy, whole in one process.
 #
-# The target of a turn's tokens is the reward of the turn plus what is expected after it. The
-# sampled sum of later rewards is noisy. V' has the critic's error. Generalized advantage estimation
-# (GAE, Schulman 2016) takes both:
+# The target of a turn's tokens is its reward plus what is expected after it. The sampled sum of
+# later rewards is noisy; V' has the critic's error. Generalized advantage estimation (GAE, Schulman
+# 2016) takes both:
 #
 #   target = reward + V' + 0.8 (target' - V')        V': V at the first token of the next turn;
 #                                                    target': its target; 0.8 is called lambda
@@ -4181,8 +4163,8 @@ async def demo_critic(report: Report) -> None:
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
 #   two responses people prefer, but is right only about responses like the compared ones. If people
-#   want exactly one a, a network that counts each a is right about "bab" and "bob"; it rates "aaaa"
-#   highest, which nobody has compared, and the policy finds it.
+#   want exactly one a, a network that counts each a is right about "bab" and "bob"; but it rates
+#   "aaaa", which nobody compared, highest, and the policy finds it.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
@@ -4262,7 +4244,6 @@ class RewardModel:
         """Returns scores [B]: four times the mean over the sampled tokens, to learn faster."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
-        # Padding is on the right: a causal model does not see it.
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
