@@ -263,8 +263,7 @@ async def demo_hello_actor(report: Report) -> None:
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     total = procs.spawn("total", Accumulator)
-    process_id = await total.process_id.call_one()
-    report.say(f"this is process {os.getpid()}, and the actor lives in process {process_id}")
+    report.say(f"this is process {os.getpid()}; the actor: {await total.process_id.call_one()}")
     await gather(*[total.add.call_one() for _ in range(200)])
     lost = 200 - await total.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
@@ -796,10 +795,7 @@ class Service:
         return failed_start
 
     async def _serve(self, number: int, replica: Replica) -> Exception | None:
-        """Sets a replica up, and lets it get requests until it is lost.
-
-        Returns the same as `_live`. If `setup` raises, the service ends.
-        """
+        """Sets a replica up, and serves until it is lost. Returns the same as `_live`."""
         try:
             # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
             async with replica.watched(max(30.0, self.unresponsive_s)):
@@ -1305,7 +1301,7 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
     for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate):
         if placement.is_replicate():
             continue
-        # Cuts this dimension once more: 5 rows on 2 ranks are 3 and 2.
+        # Cuts this dimension once more.
         outer = box[placement.dim]
         length = ceil((outer.stop - outer.start) / num_ranks)
         start = min(outer.start + rank * length, outer.stop)
@@ -1860,15 +1856,8 @@ async def demo_rollout(report: Report) -> None:
 # product of its tokens' ratios, would explode with its length. The losses take the ratio of each
 # token alone, which ignores how likely the tokens before it have become.
 #
-# From a loss to an update, for one batch with N sampled tokens:
-#
-#   logp, entropy = policy.token_logprobs(ids, is_sampled)       # [N] each, now
-#   loss = ppo(logp, old_logprobs, logp.detach(), A, cfg)        # [N]
-#   (loss.sum() / N).backward()
-#   optimizer.step()
-#
-# The mean is over the tokens of the batch (DAPO, Yu 2025). GRPO took the mean of each response
-# first, so a token of a long response had less weight.
+# The loss of a batch is the mean over its tokens (DAPO, Yu 2025). GRPO took the mean of each
+# response first, so a token of a long response had less weight.
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -2645,9 +2634,9 @@ async def generating(
 
 
 class ReplayBuffer:
-    """A queue of groups with bounded staleness, and the only point where the loops meet.
+    """A queue of groups with bounded staleness, where the two loops meet. Each group is used once.
 
-    Each group is used once. One event loop runs all methods, so they need no thread lock.
+    One event loop runs all methods, so they need no thread lock.
     """
 
     def __init__(self, run: Run, max_staleness: int, num_batches: int) -> None:
