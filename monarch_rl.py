@@ -447,8 +447,7 @@ async def demo_controllers(report: Report) -> None:
 # Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
-#   process, kills and replaces it. Crashes and hangs have separate detectors, and a slow worker
-#   still answers pings.
+#   process, kills and replaces it. A slow worker still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
@@ -459,8 +458,8 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 or 4 s.
 #
-# Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
-# `__supervise__` called. It polls, so it takes seconds: a fallback for the two detectors.
+# Monarch supervises, too: it calls `__supervise__` of the actor that spawned a failed one. It
+# polls, so it takes seconds: a fallback for the two detectors.
 
 
 class Worker(Actor):
