@@ -34,21 +34,19 @@ which checks one rule by measurement, and prints a one-line edit that violates i
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
     13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Three ways to read. *An hour*: the introduction, the picture and the demo of each section of Part I.
-*An afternoon*, three hours: Part I (1 to 12), the whole system on one host, following everything.
-*A weekend*: everything, verified; Part II adds your own model and data, and stages 13 to 16.
-After a section, run its stage, and then make its edit: a check fails.
+Three ways to read. *An hour*: the introduction, picture and demo of each section of Part I. *An
+afternoon* of three hours: all of Part I (1 to 12), the system on one host. *A weekend*: everything;
+Part II adds your own model and data, and stages 13 to 16.
 
 Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
-of one prompt; their rewards are compared. A *version* numbers the weights: each step makes the
-next. *Staleness* is the trainer's version minus the version that sampled. A *slot* holds the
-weights of one version; readers *lease* it. CPU *staging* means that weights pass through memory of
-the host, here through a slot.
+of one prompt. A *version* numbers the weights: each step makes the next. *Staleness* is the
+trainer's version minus the version that sampled. A *slot* holds the weights of one version; readers
+*lease* it.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
 Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trainers over several hosts (torchtitan);
-trackers (a loop over --log). For Linux on x86-64, with Python 3.11 to 3.13.
+trackers (a loop over --log). For Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -125,10 +123,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of the system. Each field is also a flag: --max-staleness, for example.
-
-    If `max_new_tokens` or `lr` is 0, Part II chooses a value; the demos give values.
-    """
+    """Configuration of the system. Each field is also a flag: --max-staleness, for example."""
 
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
@@ -200,17 +195,16 @@ class Report:
         print(f"    {result} {what}: {value:.3g}  ({relation} {bound:.3g})")
 
     def failed(self) -> list[str]:
-        """Returns the names of the stages in which a check failed."""
         return [s["name"] for s in self.stages if not all(c["ok"] for c in s["checks"])]
 
 
 # ==== PART I: the system ====
 
 # == 1. HELLO ACTOR ====
-# Problem. Threads share an object. Each reads it, pauses, and writes back a new value. Updates
-#   vanish, without an error, and not every time.
+# Problem. Threads read a shared object, pause, and write back a new value. Updates vanish, without
+#   an error, and not every time.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
-#   messages. Messages wait in the actor's mailbox, and its endpoints run one at a time.
+#   messages, which it handles one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
 #
 #   main process                              process of the actor
@@ -219,7 +213,7 @@ class Report:
 
 
 class Accumulator(Actor):
-    """A running total. `@endpoint` marks the methods that messages may call, one at a time.
+    """A running total. `@endpoint` marks the methods that messages call, one at a time.
 
     The calls of a `@concurrent_endpoint` may overlap.
     """
@@ -229,7 +223,6 @@ class Accumulator(Actor):
 
     @endpoint  # mechanism: hello_actor
     async def add(self, pause_s: float = 0.0005) -> None:
-        """Adds one."""
         total = self.total
         # During the pause, another thread or coroutine would read the same total.
         await sleep(pause_s)
@@ -243,10 +236,8 @@ class Accumulator(Actor):
         return total
 
     @endpoint
-    async def where(self) -> str:
-        """Returns the place of this actor: host, process and device."""
-        device: Any = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return f"host {socket.gethostname()}, process {os.getpid()}, {device}"
+    async def process_id(self) -> int:
+        return os.getpid()
 
 
 async def lost_by_threads(num_additions: int) -> int:
@@ -268,11 +259,11 @@ async def demo_hello_actor(report: Report) -> None:
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
-    # A process on this host, and an actor in it. `spawn` returns a reference at once. `call_one`
+    # A process on this host, and an actor in it. `spawn` returns a reference at once; `call_one`
     # sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     total = procs.spawn("total", Accumulator)
-    report.say(f"this is process {os.getpid()}; the actor: {await total.where.call_one()}")
+    report.say(f"this is process {os.getpid()}; the actor: {await total.process_id.call_one()}")
     await gather(*[total.add.call_one() for _ in range(200)])
     lost = 200 - await total.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
@@ -287,24 +278,22 @@ async def demo_hello_actor(report: Report) -> None:
 
 
 # == 2. ACTOR MESH ====
-# Problem. A run has many generators, and a trainer many ranks. Calling them one after another takes
-#   the sum of their times.
+# Problem. Calling many generators, or many ranks, one after another takes the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
-#   a call selects which members run, and which of them return an answer:
+#   a call selects which members run and answer:
 #
 #   mesh.add.call(...)                    runs on every member; returns a mesh of their answers
 #   mesh.add.broadcast(...)               runs on every member; returns no answer
 #   mesh.add.choose(...)                  runs on one member, drawn at random
 #   mesh.slice(worker=2).add.call_one()   runs on this member
 #
-# Cost. `call` completes when the slowest member does, and raises if any member raises. `broadcast`
-#   reports no failure.
+# Cost. `call` waits for the slowest member, and raises if any does. `broadcast` reports no failure.
 
 
 @stage(instead="await members.slice(worker=0).add.call()")
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
-    # 4 processes, with an actor in each. Each actor has a total of its own.
+    # 4 processes, with an actor and its total in each.
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("members", Accumulator)
 
@@ -333,8 +322,8 @@ async def demo_actor_mesh(report: Report) -> None:
 # Problem. Weights are gigabytes. A message is pickled, copied, queued and unpickled, and its
 #   answer waits until the owner's Python has time.
 # Rule. Control travels in messages. Bulk data stays where it is: its owner registers the memory
-#   once, as an RDMABuffer, and sends the handle in a message: whose memory it is, where, and how
-#   large. The receiver moves the bytes. The operation is one-sided: no Python of the owner runs.
+#   once, as an RDMABuffer, and sends a handle: whose memory it is, where, and how large. The
+#   receiver moves the bytes. This is one-sided: no Python of the owner runs.
 # Cost. The owner must keep the memory alive, and is not notified when a reader finishes.
 #
 #   owner                                           reader
@@ -343,13 +332,11 @@ async def demo_actor_mesh(report: Report) -> None:
 #                                                     handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
-# that machine's processor. Without such a card Monarch does the same over TCP, by threads in Rust.
-# Within a host the weight sync (section 7) uses shared memory instead: a reader then needs no copy.
+# its processor. Without such a card Monarch does the same over TCP, by threads in Rust. Within a
+# host, section 7 uses shared memory instead, and a reader needs no copy.
 
 
 class Owner(Actor):
-    """Owns memory, and lends it by a handle."""
-
     def __init__(self, num_bytes: int) -> None:
         self.memory = torch.arange(num_bytes, dtype=torch.int64).to(torch.uint8)
 
@@ -407,7 +394,7 @@ async def demo_rdma_transfer(report: Report) -> None:
 # Problem. Actors in many processes have to meet, for example at one log. Two creators would make
 #   two half-filled logs.
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
-#   first request for a name creates it, in the main process, and later ones find it.
+#   first request creates it, in the main process.
 # Cost. One more message for each lookup; one process answers all calls.
 
 
@@ -432,13 +419,10 @@ class Timeline(Actor):
 
     @endpoint
     async def read(self, who: str = "") -> list[Span]:
-        """Returns the spans of workers whose name begins with `who`."""
         return [span for span in self.spans if span.who.startswith(who)]
 
 
 class Witness(Actor):
-    """An actor that looks the timeline up by name."""
-
     @endpoint
     async def report(self) -> None:
         timeline = await get_or_spawn_controller("timeline", Timeline)  # mechanism: controllers
@@ -463,8 +447,7 @@ async def demo_controllers(report: Report) -> None:
 # Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
-#   process, kills and replaces it. Crashes and hangs have separate detectors, and a slow worker
-#   still answers pings.
+#   process, kills and replaces it. A slow worker still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
@@ -475,8 +458,8 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 or 4 s.
 #
-# Monarch supervises, too: the actor that spawned a failed one is its parent, and has its method
-# `__supervise__` called. It polls, so it takes seconds: a fallback for the two detectors.
+# Monarch supervises, too: it calls `__supervise__` of the actor that spawned a failed one. It
+# polls, so it takes seconds: a fallback for the two detectors.
 
 
 class Worker(Actor):
@@ -579,7 +562,7 @@ class FaultyWorker(Worker):
 
 
 class Parent(Actor):
-    """An actor that spawns another one, its child, in a process of its own."""
+    """Spawns another actor, its child, in a process of its own."""
 
     def __init__(self) -> None:
         self.detected_s: float | None = None
@@ -596,7 +579,6 @@ class Parent(Actor):
 
     @endpoint
     async def detected(self) -> float | None:
-        """Returns when the failure was detected, in seconds since 1970."""
         return self.detected_s
 
 
@@ -655,12 +637,11 @@ async def demo_supervision(report: Report) -> None:
 # == 6. SERVICE ====
 # Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
 #   and each caller has to know which actors are left.
-# Rule. The caller asks a service. A service owns interchangeable replicas, and gives a request to
-#   the one with the fewest in flight. An attempt has one of three outcomes:
+# Rule. A service owns interchangeable replicas, and gives a request to the one with the fewest in
+#   flight, so that none waits behind a long rollout. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
-#   3. The request raises. The exception goes to the caller, and is not retried: on another replica
-#      the request would raise, too.
+#   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run several times, so it must be harmless to repeat.
 # Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
 #
@@ -668,14 +649,9 @@ async def demo_supervision(report: Report) -> None:
 #                                          \------> replica 1   answers
 #          <------- 2.0 -----------------------------/
 #
-# In use:
-#
 #   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
-#
-# Why the fewest in flight: round robin would queue requests behind long rollouts. One request has
-# all turns, so sessions need not stick to a replica.
 
 
 class ReplicaLost(RuntimeError):
@@ -692,9 +668,7 @@ class Replica:
     in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
     result: Any = None  # the return value of `setup`
     is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
-    lost: asyncio.Future[str] = field(
-        default_factory=asyncio.Future
-    )  # set to the reason of the loss
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why it was lost
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
 
     def lose(self, reason: str) -> None:
@@ -820,10 +794,7 @@ class Service:
         return failed_start
 
     async def _serve(self, number: int, replica: Replica) -> Exception | None:
-        """Sets a replica up, and lets it get requests until it is lost.
-
-        Returns the same as `_live`. If `setup` raises, the service ends.
-        """
+        """Sets a replica up, and serves until it is lost. Returns the same as `_live`."""
         try:
             # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
             async with replica.watched(max(30.0, self.unresponsive_s)):
@@ -902,8 +873,6 @@ class Pool:
 
 
 class RootWorker(Worker):
-    """A stateless worker."""
-
     def root(self, number: float) -> float:
         time.sleep(0.002)
         return math.sqrt(number)
@@ -953,9 +922,9 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
-# The slot is *CPU staging*: the trainer need not know who reads, or when. Left, a broadcast in a
-# process group is one operation of all members, so the trainer waits for the last rollout. Right,
-# slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# A slot is *CPU staging* in host memory: the trainer need not know who reads, or when. Left, a
+# broadcast in a process group is one operation of all members, so the trainer waits for the last
+# rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -1060,8 +1029,8 @@ class Arena:
 class WeightWriter:
     """The trainer's side. `publish` copies in a background thread.
 
-    The tensors move into one block with the layout of a slot, so a publish is one memory copy. The
-    model and the optimizer keep the same tensor objects, and updates in place write the block.
+    The tensors become views of one block, so a publish is one memory copy. The optimizer's updates
+    in place write the block.
     """
 
     copying: Future[None] | None = None
@@ -1073,10 +1042,7 @@ class WeightWriter:
         self.thread = ThreadPoolExecutor(1)
 
     def publish(self, version: int) -> None:
-        """Begins to copy. Nobody may change the tensors until `wait` has returned.
-
-        The trainer waits just before `optimizer.step()`: a forward and a backward pass only read.
-        """
+        """Begins to copy. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
@@ -1110,7 +1076,7 @@ def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
 
 
 class WeightReader:
-    """A generator's side. `pull` points its tensors at the latest version: nothing is copied."""
+    """A generator's side: its tensors point into a slot, and nothing is copied."""
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         # Both sides must agree on each tensor's name, shape, dtype and place.
@@ -1211,7 +1177,6 @@ def blocks(num_blocks: int) -> Weights:
 
 
 def extremes(tensor: Tensor) -> list[float]:
-    """Returns the smallest and the largest number of a tensor."""
     return [extreme.item() for extreme in tensor.aminmax()]
 
 
@@ -1246,7 +1211,6 @@ class ReaderWorker(Worker):
 
 
 def publish_filled(writer: WeightWriter, version: int) -> None:
-    """Fills the tensors with the number of the version, and publishes them."""
     for tensor in writer.tensors.values():
         tensor.fill_(version)
     writer.publish(version)
@@ -1308,14 +1272,13 @@ async def demo_weight_sync(report: Report) -> None:
 
 # == 8. RESHARD ====
 # Problem. A large model's trainer has several ranks, each with a shard of every weight, say rows. A
-#   reader wants the whole, or another sharding, say columns. To gather the whole on one rank, and
-#   to write it from there, copies the data twice, and the whole may not fit on one rank.
+#   reader wants the whole, or another sharding, say columns. Gathering the whole on one rank copies
+#   the data twice, and it may not fit there.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
-#   same slot, and a reader can view any box of it: the slot is the whole, and no rank ever holds
-#   it. If several ranks hold a box, as replicas do, one writes it.
+#   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
-# In this file trainers of several ranks need it (Part II). Generators here hold whole tensors.
+# In this file trainers of several ranks need it (Part II). Generators hold whole tensors.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1337,7 +1300,7 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
     for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate):
         if placement.is_replicate():
             continue
-        # Cuts this dimension once more: 5 rows on 2 ranks are 3 and 2.
+        # Cuts this dimension once more.
         outer = box[placement.dim]
         length = ceil((outer.stop - outer.start) / num_ranks)
         start = min(outer.start + rank * length, outer.stop)
@@ -1346,7 +1309,7 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks, with DTensors. All write into the same slot.
+    """One rank of a trainer of several ranks, with DTensors.
 
     dtype: of floating-point tensors in the slot (Part II samples in bfloat16).
     """
@@ -1371,8 +1334,7 @@ class ShardedWriter(WeightWriter):
         slot = torch.tensor([self.arena.free_slot()])
         dist.broadcast(slot, 0, self.group)  # the choice of rank 0
         self.write(self.arena.slots[int(slot)])
-        # Waits until all have written. If one raises, there is no version, and the others raise
-        # after the timeout of the group, 30 minutes.
+        # Waits until all have written.
         dist.barrier(self.group)
         if self.rank == 0:
             self.arena.commit(version, int(slot))
@@ -1463,7 +1425,7 @@ async def demo_reshard(report: Report) -> None:
 # == 9. ROLLOUT ====
 # Problem. In RL the same network runs in two programs. The generator samples token by token, with a
 #   KV cache. The trainer computes the log-probabilities of whole conversations at once. If they
-#   disagree about what was sampled, or how likely it was, the gradient is wrong. No error says so.
+#   disagree about what was sampled, or how likely it was, the gradient is wrong, without an error.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
@@ -1693,8 +1655,6 @@ class Policy:
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
-        This is the trainer's pass, over whole conversations.
-
         ids: [B, T], padded on the right.
         is_sampled: [B, T - 1], of the tokens from the second on.
         """
@@ -1722,7 +1682,7 @@ class Decoder:
     """KV cache and next-token logits of a batch of rows of ids.
 
     The cache keeps the attention keys and values of all tokens so far, so each token passes through
-    the model once. The first pass, over whole prompts, is the prefill; equal rows share it.
+    the model once. Equal rows share the first pass, over whole prompts: the prefill.
 
     decoder = Decoder(policy, [[5, 6], [5, 6], [7]])   # two rows in the cache, then three
     tokens = decoder.sample(rng)                       # a token for each row
@@ -1954,33 +1914,22 @@ async def demo_rollout(report: Report) -> None:
 # A baseline b adds no bias: its term is -b times the gradient of the sum of p, and that sum is 1.
 #
 # From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
-# gets the gradient A grad log p with the advantage of its response. The ratio of a response would
-# be the product of its tokens' ratios, and explode with its length; the losses below take the
-# ratio of each token alone. That ignores how likely the tokens before it have become.
+# gets the gradient A grad log p with the advantage of its response. The ratio of a response, the
+# product of its tokens' ratios, would explode with its length. The losses take the ratio of each
+# token alone, which ignores how likely the tokens before it have become.
 #
-# Why the loss prints 0. With r = 1 the ppo loss of a token is -A, and the advantages of a group add
-# up to 0 (nearly, where responses differ in length). Its gradient, A grad log p, does not cancel.
-# Watch the reward and held-out accuracy instead.
-#
-# From a loss to an update, for one batch with N sampled tokens:
-#
-#   logp, entropy = policy.token_logprobs(ids, is_sampled)       # [N] each, now
-#   loss = ppo(logp, old_logprobs, logp.detach(), A, cfg)        # [N]
-#   (loss.sum() / N).backward()
-#   optimizer.step()
-#
-# The mean is over the tokens of the batch (DAPO, Yu 2025). GRPO first took the mean of each
-# response, so that a token of a long response had less weight.
+# The loss of a batch is the mean over its tokens (DAPO, Yu 2025). GRPO took the mean of each
+# response first, so a token of a long response had less weight.
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
     """Returns advantages [..., G] of rewards [..., G] of groups.
 
-    By example, an easy prompt and a hard one:
+    By example, four responses:
 
-        none            1     1     1     0         0     0     0     1
-        leave_one_out   0.33  0.33  0.33 -1        -0.33 -0.33 -0.33  1     (RLOO, Ahmadian 2024)
-        group           0.58  0.58  0.58 -1.73     -0.58 -0.58 -0.58  1.73  (GRPO, Shao 2024)
+        none            1     1     1     0
+        leave_one_out   0.33  0.33  0.33 -1      (RLOO, Ahmadian 2024)
+        group           0.58  0.58  0.58 -1.73   (GRPO, Shao 2024)
 
     leave_one_out subtracts the mean of the *others*: n / (n - 1) times `centred`. group divides by
     the standard deviation: all prompts get the same scale.
@@ -2021,8 +1970,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
     the loss -r has a gradient. At 0.65 r is 1.3, and the loss -min(1.3, 1.2) is a constant. A *bad*
-    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, and keeps its gradient, however
-    large r is. So a bad token needs a bound of its own.
+    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, whose gradient grows with r: so it
+    needs a bound of its own.
     """
     ratio = ratio_of(logp, old_logprobs)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -2033,9 +1982,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
     """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
 
-    The bias of stale samples is removed by a weight, prox / old, which is a constant. The push is
-    clipped by another, now / prox, which is 1 in the first update on a batch. With `ppo` alone a
-    stale token may be beyond the clip before its first update, and is wasted.
+    The weight, prox / old, is a constant. The clip is of now / prox, which is 1 in the first update
+    on a batch. With `ppo` a stale token may be beyond the clip before any update, and is wasted.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
@@ -2053,8 +2001,8 @@ class Batch:
     """A micro-batch of episodes: B rows, T columns, N sampled tokens, row by row."""
 
     num_tokens: int  # sampled, in all micro-batches: the denominator of the loss
-    ids: Tensor  # [B, T], padded on the right
-    is_sampled: Tensor  # [B, T - 1], of the tokens from the second on
+    ids: Tensor  # [B, T], as in `Policy.token_logprobs`
+    is_sampled: Tensor  # [B, T - 1]
     old_logprobs: Tensor  # [N]
     advantage: Tensor  # [N]
     prox_logprobs: Tensor | None = None  # [N], from the first update on
@@ -2065,10 +2013,9 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of the rows in it."""
 
     num_tokens: int
-    loss: float  # with ppo near 0, even in a healthy run: section 10
+    loss: float  # with ppo near 0: -A, and the advantages of a group add up to 0
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
-
     grad_norm: float  # before it is cut to 1
     seconds: float
 
@@ -2095,7 +2042,6 @@ class Learner:
         return stats[0]
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token of each episode."""
         return advantages_of(episodes, self.cfg.advantage)
 
     def update(self, batches: list[Batch]) -> StepStats:
@@ -2209,8 +2155,8 @@ def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
 class Bandit:
     """A contextual bandit: 4 prompts, with 16 possible responses of one token each.
 
-    A policy is a table [4, 16] of logits, so J and its gradient are computed exactly, from all
-    responses, and estimates from samples are compared with it.
+    A policy is a table [4, 16] of logits. grad J is computed exactly, from all responses, and
+    compared with estimates from samples.
     """
 
     rewards: Tensor  # [4, 16]
@@ -2218,7 +2164,7 @@ class Bandit:
     samples: Tensor  # [batches, 4, 8]: responses
 
     def true_gradient(self, now: Tensor) -> Tensor:
-        """Returns grad J [4, 16], from all responses and their probabilities."""
+        """Returns grad J [4, 16]."""
         table = now.clone().requires_grad_()
         mean_reward = (table.softmax(-1) * self.rewards).sum(-1).mean()
         return torch.autograd.grad(mean_reward, table)[0]
@@ -2295,8 +2241,7 @@ async def demo_losses(report: Report) -> None:
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators wait for the newest version before they sample,
-#   and no step is made meanwhile, so staleness is 0. An unscored episode is left out. One object
-#   accounts for every group that was started.
+#   and no step is made meanwhile, so staleness is 0. One object accounts for every group.
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
@@ -2329,7 +2274,6 @@ async def demo_losses(report: Report) -> None:
 
 
 async def train_sync(run: Run, num_steps: int) -> None:
-    """Samples, scores and trains; one thing at a time."""
     groups: list[Group] = []
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
@@ -2351,8 +2295,7 @@ async def scatter_gather(
 
 # -- 11b. The actors of a run ---
 
-# Of a group: the prompt and responses of each episode, and its rewards for each turn, or the reason
-# why there are none.
+# Of a group: each episode's prompt and responses, and its rewards by turn, or why there are none.
 Conversations = list[tuple[Prompt, list[str]]]
 Rewards = list[list[float] | str]
 
@@ -2361,7 +2304,6 @@ Rewards = list[list[float] | str]
 
 
 def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
-    """Returns the learner of a trainer, and the writer that publishes its weights."""
     policy = Policy(cfg)
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
@@ -2460,8 +2402,7 @@ class Progress:
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
     # Prompts with a generator, a reward worker, the buffer, or the trainer.
     in_flight: set[int] = field(default_factory=set)
-    # trained; dropped: too old, or left at the end of the run; lost: no rewards, or too long, or
-    # their request failed
+    # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
     ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
 
     def end(self, how: str, numbers: set[int]) -> None:
@@ -2648,7 +2589,7 @@ def demo_config(cfg: Config) -> Config:
 
 
 async def begin_demo(report: Report) -> Run:
-    """Returns a run of the tiny policy, which begins with a held-out accuracy near 0.07."""
+    """Returns a run whose policy has a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
     # 60 supervised steps, as by --sft-steps (Part II).
@@ -2673,7 +2614,7 @@ async def demo_sync_rl(report: Report) -> None:
 
 # == 12. ASYNC RL ====
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
-#   samples grow old: nothing bounds how many versions.
+#   samples grow old without a bound.
 # Rule. Two loops and a buffer. The first requests groups while fewer than K + 1 batches are in
 #   flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
@@ -2684,8 +2625,6 @@ async def demo_sync_rl(report: Report) -> None:
 #     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1, published
 #       ^                                                         |
 #       +------------- room for another batch --------------------+
-#
-# Nobody sends weights to a generator: each request begins with a pull of the latest (section 7).
 #
 # Why K + 1 batches: one trains and K wait; the last is K versions old when it is used. That alone
 # is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
@@ -2759,10 +2698,9 @@ async def generating(
 
 
 class ReplayBuffer:
-    """A queue of groups with bounded staleness, and the only point where the loops meet.
+    """A queue of groups with bounded staleness, where the two loops meet. Each group is used once.
 
-    The name is customary; each group is used once. One event loop runs all methods, so they need no
-    thread lock.
+    One event loop runs all methods, so they need no thread lock.
     """
 
     def __init__(self, run: Run, max_staleness: int, num_batches: int) -> None:
@@ -4167,9 +4105,9 @@ class DeviceReader(WeightReader):
 #   advantage of a token is a target minus V, normalized over the batch.
 # Cost. A network as large as the policy, whole in one process.
 #
-# The target of a turn's tokens is the reward of the turn plus what is expected after it. The
-# sampled sum of later rewards is noisy. V' has the critic's error. Generalized advantage estimation
-# (GAE, Schulman 2016) takes both:
+# The target of a turn's tokens is its reward plus what is expected after it. The sampled sum of
+# later rewards is noisy; V' has the critic's error. Generalized advantage estimation (GAE, Schulman
+# 2016) takes both:
 #
 #   target = reward + V' + 0.8 (target' - V')        V': V at the first token of the next turn;
 #                                                    target': its target; 0.8 is called lambda
@@ -4181,9 +4119,7 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-# The first steps train only the critic. Without them the demo's critic reaches 0.56 and 0.30 right
-# letters with seeds 0 and 1, in place of 0.64 and 0.59.
-CRITIC_ALONE = 8
+CRITIC_ALONE = 8  # the first steps, which train only the critic
 
 
 def value_network(policy: Policy) -> Any:
@@ -4335,8 +4271,8 @@ async def demo_critic(report: Report) -> None:
 # == 15. REWARD MODEL ====
 # Problem. For most of what people want there is no reward function. A network can learn which of
 #   two responses people prefer, but is right only about responses like the compared ones. If people
-#   want exactly one a, a network that counts each a is right about "bab" and "bob"; it rates "aaaa"
-#   highest, which nobody has compared, and the policy finds it.
+#   want exactly one a, a network that counts each a is right about "bab" and "bob"; but it rates
+#   "aaaa", which nobody compared, highest, and the policy finds it.
 # Rule. Keep the policy where the reward model is right. Either its divergence from the first
 #   version has a price (--kl), or people compare new responses now and then (--ask-every).
 # Cost. A second network. With a price the policy gains less; comparisons take people's time.
@@ -4416,7 +4352,6 @@ class RewardModel:
         """Returns scores [B]: four times the mean over the sampled tokens, to learn faster."""
         ids = padded([e.ids for e in episodes], self.policy.device)
         is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
-        # Padding is on the right: a causal model does not see it.
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
@@ -4818,7 +4753,7 @@ async def demo_hosts(report: Report) -> None:
 # == THE PAGE ====
 # Problem. Means over a run do not show which process waited, and when.
 # Rule. --report writes an HTML file with a plot, a lane, for each process (busy share over time)
-#   and each value (over the steps). After stages a slider selects one of four runs.
+#   and each value (over the steps).
 # Cost. After stages, four more runs of 60 steps.
 
 PAGE = """<!doctype html>
@@ -4828,23 +4763,10 @@ PAGE = """<!doctype html>
 <title>monarch_rl</title>
 <style>
 :root { color-scheme: light dark; font: 1rem/1.5 system-ui; }
-input { width: 100%; }
 svg { display: block; height: 2rem; outline: 1px solid gray; }
 path { fill: #2a7fd4; }
 p { overflow-wrap: anywhere; }
 </style>
-<script type="module">  // a module waits for the sections
-const runs = document.querySelectorAll("section");
-const slider = document.querySelector("input");
-slider.max = runs.length - 1;
-slider.oninput = () => {
-  slider.hidden = false;
-  for (const run of runs) run.hidden = run != runs[slider.value];
-  slider.ariaValueText = runs[slider.value].firstChild.textContent;
-};
-if (runs.length > 1) slider.oninput();
-</script>
-<input type="range" value="0" aria-label="run" hidden>
 <p>How busy each process was; values over the steps.
 """
 
@@ -4902,10 +4824,9 @@ def write_page(path: str, runs: list[Record]) -> None:
     page = PAGE
     for run in runs:
         # A reason may quote an error of a user's code.
-        page += f"<section><h2>{run['title']}</h2><p>{html.escape(run['summary'])}"
+        page += f"<h2>{run['title']}</h2><p>{html.escape(run['summary'])}\n"
         for name, values in run["lanes"].items():
             page += picture(name, values) if values else ""
-        page += "</section>\n"
     Path(path).write_text(page, encoding="utf-8")
 
 
