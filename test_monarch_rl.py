@@ -71,23 +71,19 @@ def changed(folder: Path, stage: str, name: str = "monarch_rl") -> Path:
 
 
 @pytest.fixture
-def without(tmp_path: Path) -> Iterator[Any]:
+def without(tmp_path: Path, monkeypatch: Any) -> Any:
     """Of a stage: the module without its mechanism."""
-    names = []
 
     def load(stage: str) -> types.ModuleType:
         folder = tmp_path / f"without_{stage}"
         folder.mkdir()
         spec = importlib.util.spec_from_file_location(folder.name, changed(folder, stage))
         module = importlib.util.module_from_spec(spec)
-        sys.modules[folder.name] = module
-        names.append(folder.name)
+        monkeypatch.setitem(sys.modules, folder.name, module)
         spec.loader.exec_module(module)
         return module
 
-    yield load
-    for name in names:
-        del sys.modules[name]
+    return load
 
 
 def processes(mark: str) -> dict[int, str]:
@@ -1321,26 +1317,36 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
         run_of(m, CFG, None)
 
 
+def groups_with(*rewards: list[float]) -> list[Any]:
+    """A group for each list, with an episode for each reward."""
+    prompt = m.Prompt(0, (m.user_turn("p", 1),))
+    return [m.Group([m.Episode(prompt, rewards=[r]) for r in each]) for each in rewards]
+
+
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
-    rewards = [[1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1]]
-    groups = []
-    for of_prompt in rewards:
-        prompt = m.Prompt(0, (m.user_turn("p", 1),))
-        episodes = [m.Episode(prompt, rewards=[float(reward)]) for reward in of_prompt]
-        groups.append(m.Group(episodes))
-
-    async def sample_and_score(prompts: Any, num_samples: int, seed: int) -> Any:
-        return groups
-
-    run = types.SimpleNamespace(sample_and_score=sample_and_score, held_out=[0] * 4, num_too_long=0)
+    groups = groups_with([1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1])
+    run: Any = types.SimpleNamespace(held_out=[0] * 4, num_too_long=0)
+    run.sample_and_score = lambda *_, **__: asyncio.sleep(0, groups)
     run.evaluate = lambda: asyncio.sleep(0, 0.5)
     found = asyncio.run(m.evaluate_pass_at_k(run, 5))
     assert found["greedy"] == 0.5
     assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
     assert found["pass@5"] == pytest.approx(2 / 3)
+
+
+def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
+    async def sample_and_score(prompts: Any, num_samples: int, seed: Any) -> Any:
+        assert (len(prompts), num_samples, seed) == (4, 1, None)
+        return groups
+
+    run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
+    run.sample_and_score = sample_and_score
+    groups = groups_with([1.0], [0.99], [0.5])  # the fourth could not be scored
+    groups[2].episodes[0].rewards = [0.5, 0.5]
+    assert asyncio.run(m.Run.evaluate(run)) == 0.5
     groups.clear()
-    run.version, run.progress = 0, m.Progress()
     assert asyncio.run(m.Run.evaluate(run)) is None
+    assert run.progress.heldout == [(3, 0.5), (3, None)]
 
 
 # == data and rewards of one's own =================================================================
@@ -1353,8 +1359,15 @@ RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u
 RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$$", "x+1")]
 RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
+RIGHT += [("<think>40?</think> It is 42.", 42)]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
-WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
+WRONG_ANSWERS = [
+    ("London", "Paris"),
+    ("It is 42 or 43.", 42),
+    ("", "Paris"),
+    ("", "7"),
+    ("-7", "7"),
+]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
@@ -1368,15 +1381,6 @@ def test_answers() -> None:
     assert [text for text in SAME_TEXT if task.grade(text, text) != 1] == []
     assert m.final_part(r"<think>7</think> So #### \boxed{1,042}.") == "1042"
     assert m.final_part("**(B)**.") == "b"
-
-
-def test_the_example_of_the_section_on_data(tmp_path: Path) -> None:
-    file = tmp_path / "sums.jsonl"
-    file.write_text('{"prompt": "17 + 25 = ?", "answer": 42}')
-    task = m.user_task(replace(CFG, model="x", task=str(file)))
-    prompt = task.prompt(0)
-    assert task.score(prompt, ["<think>40?</think> It is 42."]) == [1.0]
-    assert task.score(prompt, ["It is 42 or 43."]) == [0.0]
 
 
 def test_words_are_graded() -> None:
@@ -1493,16 +1497,13 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(m, "user_task", lambda cfg: Listed())
     results = {"a": 0.5, "b": ValueError("no b"), "c": None, "d": math.nan, "e": SystemExit(3)}
-    for extra in ({}, {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}):
-        results |= extra
-        group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
-        scored = dict(zip(results, m.score_group(CFG, group), strict=True))
-        wanted = {"a": [0.5], "f": [0.25]}
-        for response, rewards in scored.items():
-            assert rewards == wanted[response] if response in wanted else rewards
-            assert isinstance(rewards, str) is (response not in wanted)
-        assert "no b" in scored["b"]
-        assert Path(__file__).name in scored["b"]
+    results |= {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}  # of coroutines
+    group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
+    scored = dict(zip(results, m.score_group(CFG, group), strict=True))
+    found = {response: text for response, text in scored.items() if not isinstance(text, str)}
+    assert found == {"a": [0.5], "f": [0.25]}
+    assert "no b" in scored["b"]
+    assert Path(__file__).name in scored["b"]
 
 
 def test_a_reward_function_is_called_turn_by_turn() -> None:
@@ -1534,16 +1535,16 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
     return replace(CFG, model="x", task=f"{folder}/{spec}")
 
 
-def rewards_of_both(cfg: m.Config, answer: Any) -> list[Any]:
-    """The rewards of the right answer to a prompt, and of a wrong one."""
+def tells_right_from_wrong(cfg: m.Config, answer: Any) -> bool:
     prompt = m.user_task(cfg).prompt(7)
-    return m.score_group(cfg, [(prompt, [response]) for response in (answer(prompt), "none")])
+    responses = [(prompt, [answer(prompt)]), (prompt, ["none"])]
+    return m.score_group(cfg, responses) == [[1.0], [0.0]]
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
-    rewards = rewards_of_both(cfg, lambda prompt: f"It is {prompt.turns[0].answer['answer']}.")
-    assert rewards == [[1.0], [0.0]]
+    right = lambda prompt: f"It is {prompt.turns[0].answer['answer']}."  # noqa: E731
+    assert tells_right_from_wrong(cfg, right)
 
 
 TASKSET = """
@@ -1565,8 +1566,7 @@ class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
 def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
     (tmp_path / "reverse_text.py").write_text(TASKSET)
-    rewards = rewards_of_both(cfg, lambda prompt: text_of(prompt).split()[1][::-1])
-    assert rewards == [[1.0], [0.0]]
+    assert tells_right_from_wrong(cfg, lambda prompt: text_of(prompt).split()[1][::-1])
 
 
 ENVIRONMENT = """
@@ -1594,10 +1594,10 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
     server = subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)])
     until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    rewards = rewards_of_both(cfg, lambda prompt: str(2 * int(text_of(prompt).split()[1])))
+    is_right = tells_right_from_wrong(cfg, lambda prompt: str(2 * int(text_of(prompt).split()[1])))
     server.kill()
     server.wait()
-    assert rewards == [[1.0], [0.0]]
+    assert is_right
 
 
 USER_REWARDS = """
@@ -1977,8 +1977,7 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
 
 def saved_run(folder: Path, **progress: Any) -> Any:
     """A run without processes, whose trainer writes checkpoints of a small learner."""
-    learned = learner()
-    trainer = types.SimpleNamespace(learner=learned)
+    trainer = types.SimpleNamespace(learner=learner())
 
     class Trainer:
         fails = False
@@ -1990,7 +1989,6 @@ def saved_run(folder: Path, **progress: Any) -> Any:
 
     run = run_of(m, CFG, Trainer())
     run.progress = m.SavedProgress(**progress)
-    run.learner = learned
     return run
 
 
@@ -2046,39 +2044,34 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     published: list[int] = []
-
-    def adam() -> Any:
-        return m.UserLearner(m.HubPolicy(CFG, torch.float32), CFG)
-
-    one = adam()
-    episodes = episodes_of(one)
-    one.step(episodes)
     writer = types.SimpleNamespace(publish=published.append, wait=lambda: None)
-    trainer: Any = types.SimpleNamespace(learner=one, writer=writer, version=1)
-    m.write_checkpoint(trainer, str(tmp_path / "saved.pt"), m.progress_state(m.SavedProgress()))
-    one.step(episodes)
-    for forgets in (False, True):
-        trainer.learner = adam()
-        m.restore(trainer, str(tmp_path / "saved.pt"))
+    first, saved = str(tmp_path / "first.pt"), str(tmp_path / "saved.pt")
+
+    def trainer_of(version: int, lr: float = 1e-3) -> Any:
+        learned = m.UserLearner(m.HubPolicy(CFG, torch.float32), replace(CFG, lr=lr))
+        return types.SimpleNamespace(learner=learned, writer=writer, version=version)
+
+    def after_a_step(version: int, path: str, forgets: bool = False) -> torch.Tensor:
+        trainer = trainer_of(version)
+        m.restore(trainer, path)
+        assert published.pop() == version
         if forgets:
             m.forget_moments(trainer)
-        assert published.pop() == 1
         trainer.learner.step(episodes)
-        is_equal = torch.equal(parameters(one), parameters(trainer.learner))
-        assert is_equal is not forgets
-    trainer.learner, trainer.version = one, 0
-    new = adam()
-    one.optimizer.state.clear()
-    one.policy.model.load_state_dict(new.policy.model.state_dict())
-    m.write_checkpoint(trainer, str(tmp_path / "first.pt"), m.progress_state(m.SavedProgress()))
-    trainer.learner = adam()
-    m.restore(trainer, str(tmp_path / "first.pt"))
-    for each in (new, trainer.learner):
-        each.step(episodes)
-    assert torch.equal(parameters(new), parameters(trainer.learner))
-    trainer.learner = m.UserLearner(one.policy, replace(CFG, lr=1e-5))
-    m.restore(trainer, str(tmp_path / "saved.pt"))
-    assert trainer.learner.optimizer.param_groups[0]["lr"] == 1e-5
+        return parameters(trainer.learner)
+
+    one = trainer_of(1)
+    episodes = episodes_of(one.learner)
+    m.write_checkpoint(trainer_of(0), first, {})
+    one.learner.step(episodes)
+    assert torch.equal(after_a_step(0, first), parameters(one.learner))
+    m.write_checkpoint(one, saved, {})
+    one.learner.step(episodes)
+    assert torch.equal(after_a_step(1, saved), parameters(one.learner))
+    assert not torch.equal(after_a_step(1, saved, forgets=True), parameters(one.learner))
+    slower = trainer_of(1, lr=1e-5)
+    m.restore(slower, saved)
+    assert slower.learner.optimizer.param_groups[0]["lr"] == 1e-5
 
 
 def test_a_signal_counts_although_the_save_fails() -> None:
@@ -2232,18 +2225,6 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     both = [load(elsewhere / name).parameters() for name in ("out", "again")]
     pairs = zip(*both, strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
-    async def sample_and_score(prompts: Any, num_samples: int, seed: Any) -> Any:
-        assert (len(prompts), num_samples, seed) == (4, 1, None)
-        rewards = [[0.5, 0.5], [1.0], [0.99]]  # the fourth could not be scored
-        return [m.Group([m.Episode(m.Prompt(0, ()), rewards=each)]) for each in rewards]
-
-    run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
-    run.sample_and_score = sample_and_score
-    assert asyncio.run(m.Run.evaluate(run)) == 0.5
-    assert run.progress.heldout == [(3, 0.5)]
 
 
 def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
@@ -2569,39 +2550,32 @@ def test_a_successor_learns_from_answers(tmp_path: Path, without: Any) -> None:
 HOSTILE = "</script><script>alert(1)</script><img src=x> &amp;"
 
 
-def made_up_run(start_s: float, **changes: Any) -> Any:
-    """Six steps, two of them before a restart."""
+def record(monkeypatch: Any, **changes: Any) -> dict[str, Any]:
+    """Of a run that began 10 s ago, with six steps, two of them before a restart."""
+    start_s = time.time() - 10
     times = [start_s + after_s for after_s in (-100, -90, 1, 2, 3, 4)]
     rows = [{"time": time, "reward": 0.1 * i, "staleness": i} for i, time in enumerate(times)]
     lost = types.SimpleNamespace(result=lambda: HOSTILE)
-    loss = {"name": "generator_0", "lost": lost, "noticed_s": start_s + 8}
-    early = loss | {"name": "trainer_0", "noticed_s": start_s - 8}
-    service = types.SimpleNamespace(failures=[types.SimpleNamespace(**o) for o in (loss, early)])
+    failures = [
+        types.SimpleNamespace(name=name, lost=lost, noticed_s=start_s + after_s)
+        for name, after_s in (("generator_0", 8), ("trainer_0", -8))
+    ]
     progress = {"rows": rows, "heldout": [(0, 0.25), (6, None), (6, 0.75)]} | changes
-    return types.SimpleNamespace(progress=types.SimpleNamespace(**progress), services=[service])
-
-
-def record(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
-    """Of a run that began 10 s ago."""
-    start_s = time.time() - 10
+    services = [types.SimpleNamespace(failures=failures)]
+    run: Any = types.SimpleNamespace(progress=types.SimpleNamespace(**progress), services=services)
     spans = [
         m.Span("trainer_0", start_s - 50, start_s - 40),
         m.Span("trainer_0", start_s + 1, start_s + 3),
         m.Span("trainer_0", start_s + 2, start_s + 6),
         m.Span("generator_0", start_s - 5, start_s + 2.5),
     ]
-
-    async def answer_spans() -> list[m.Span]:
-        return spans
-
-    async def answer(*_: Any) -> Any:
-        return types.SimpleNamespace(read=types.SimpleNamespace(call_one=answer_spans))
-
-    monkeypatch.setattr(m, "get_or_spawn_controller", answer)
-    return asyncio.run(m.record_of(made_up_run(start_s, **changes), "K = 2", start_s, 4))
+    read = types.SimpleNamespace(call_one=lambda: asyncio.sleep(0, spans))
+    timeline = types.SimpleNamespace(read=read)
+    monkeypatch.setattr(m, "get_or_spawn_controller", lambda *_: asyncio.sleep(0, timeline))
+    return asyncio.run(m.record_of(run, "K = 2", start_s, 4))
 
 
-def test_record_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_run(monkeypatch: Any) -> None:
     found = record(monkeypatch)
     lanes = found["lanes"]
     assert found["summary"].startswith("4 steps in 10.0 s; generator_0 ")
@@ -2613,7 +2587,7 @@ def test_record_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lanes["held-out accuracy"] == [0.25, 0.75]
 
 
-def test_page_has_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_has_all_results(tmp_path: Path, monkeypatch: Any) -> None:
     run = record(monkeypatch)
     m.write_page(str(tmp_path / "page.html"), [run, run | {"title": "K = 4"}])
     page = (tmp_path / "page.html").read_text()
@@ -2624,7 +2598,7 @@ def test_page_has_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert page.count(html.escape(HOSTILE)) == 4  # two losses of two runs
 
 
-def test_page_of_unfinished_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_unfinished_runs(tmp_path: Path, monkeypatch: Any) -> None:
     row = {"time": time.time(), "reward": math.nan, "staleness": 0}
     for changes in ({"rows": [], "heldout": []}, {"rows": [row], "heldout": [(0, None)]}):
         m.write_page(str(tmp_path / "page.html"), [record(monkeypatch, **changes)])
