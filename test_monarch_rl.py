@@ -55,6 +55,8 @@ import monarch_rl as m
 from monarch.actor import ActorError
 
 torch.set_num_threads(1)
+load = transformers.AutoModelForCausalLM.from_pretrained
+PROMPT = m.Prompt(0, (m.user_turn("p", 1),))
 CFG = replace(m.Flags(), device="cpu", lr=1e-3, max_new_tokens=4)
 MARK = "MONARCH_RL_TEST"  # in the environment of a command and of all that it starts
 
@@ -98,9 +100,9 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def left(mark: str, num_tries: int = 100) -> list[str]:
+def left(mark: str) -> list[str]:
     """The processes with this mark, after they have had some time to end."""
-    for _ in range(num_tries - 1):
+    for _ in range(100):
         if not processes(mark):
             break
         time.sleep(0.1)
@@ -116,6 +118,10 @@ def run(*args: str, folder: Path, file: Path = FILE) -> subprocess.CompletedProc
     found = subprocess.run(words, cwd=folder, env=os.environ | own, timeout=600, **kinds)
     assert left(mark) == []
     return found
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def done(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -573,18 +579,18 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
 
 
-def test_a_step_changes_no_weights_while_the_version_before_is_copied(monkeypatch: Any) -> None:
+def test_a_step_changes_no_weights_while_the_version_before_is_copied() -> None:
     trainer = object.__new__(m.Trainer)
     trainer.setup(0, replace(CFG, generators=1), m.make_learner, 0)
     episodes = episodes_of(trainer.learner)
     copies = threading.Event()
-    write = m.WeightWriter.write
+    write = trainer.writer.write
 
-    def wait_and_write(self: Any, slot: torch.Tensor) -> None:
+    def wait_and_write(slot: torch.Tensor) -> None:
         assert copies.wait(30)
-        write(self, slot)
+        write(slot)
 
-    monkeypatch.setattr(m.WeightWriter, "write", wait_and_write)
+    trainer.writer.write = wait_and_write
     trainer.step(episodes)  # version 1, which is not copied yet
     before = parameters(trainer.learner)
     with ThreadPoolExecutor(1) as thread:
@@ -739,7 +745,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
     m.verify(policy_of(model_folder(tmp_path / "sound")), "sound")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     state = None
     if fault == "finite":
         model.get_input_embeddings().weight.data[3, 0] = math.nan
@@ -823,9 +829,8 @@ def test_a_conversation_is_what_the_template_says() -> None:
             chat += [*turn.messages, {"role": "assistant", "content": response}]
         return policy.tokenizer.apply_chat_template(chat, tokenize=False)
 
-    sampled = [e for e in m.rollout(policy, prompts, 4, 0)]
-    said = [{i for i, t in zip(e.ids, e.turn_of, strict=True) if t} for e in sampled]
-    plain = [e for e, ids in zip(sampled, said, strict=True) if ids <= letters]
+    sampled = m.rollout(policy, prompts, 4, 0)
+    plain = [e for e in sampled if {i for i, turn in zip(e.ids, e.turn_of) if turn} <= letters]
     kinds = {tuple(episode.truncated) for episode in plain}
     assert len(kinds) > 2  # some go on after an end, some after none
     for episode in plain:
@@ -862,7 +867,7 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     tokenizer.add_special_tokens({"extra_special_tokens": ["<user>", "<assistant>", "<turn>"]})
     tokenizer.chat_template = TEMPLATE.replace("<end>", "<turn>")
     tokenizer.save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = load(folder)
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = [2, 5]
     model.save_pretrained(folder)
@@ -1173,18 +1178,19 @@ def run_of(module: Any, cfg: Any, services: Any) -> Any:
 
 
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
-    """A run of 60 steps."""
+    """A run of 60 steps. With a staleness of 0 it is synchronous."""
     cfg = replace(module.Flags(), prompts_per_step=4, generators=3, group_size=2)
 
     async def train() -> Any:
         run = run_of(module, cfg, FakeServices(module, seed, loses))
-        await asyncio.wait_for(module.train_async(run, staleness, 60), 120)
+        loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
+        await asyncio.wait_for(loop, 120)
         return run
 
     return asyncio.run(train())
 
 
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("loses", [False, True])
 def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> None:
     for seed in range(3):
@@ -1193,7 +1199,9 @@ def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> 
         rows = run.progress.rows
         assert max(row["staleness"] for row in rows) <= staleness
         assert max(row["in_flight"] for row in rows) <= staleness * 4  # the batch has ended
-        assert (run.version, counts["trained"], counts["in_flight"]) == (60, 240, 0)
+        assert (run.version, counts["in_flight"]) == (60, 0)
+        if staleness or not loses:  # a synchronous batch may lack groups that were lost
+            assert counts["trained"] == 240
         assert counts["started"] == counts["trained"] + counts["dropped"] + counts["lost"]
         # Every prompt that was drawn, and no other, has ended.
         drawn = itertools.islice(m.training_prompts(run.task), counts["started"])
@@ -1207,20 +1215,6 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     assert max(row["staleness"] for run in runs for row in run.progress.rows) > 1
     runs = [trained(m, 1, False, seed) for seed in range(3)]
     assert sum(run.progress.rows[-1]["dropped"] for run in runs) > 0  # before its end
-
-
-def test_the_synchronous_loop_is_never_stale() -> None:
-    async def train(loses: bool) -> Any:
-        cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
-        run = run_of(m, cfg, FakeServices(m, 0, loses))
-        await asyncio.wait_for(m.train_sync(run, 30), 120)
-        return run
-
-    for loses in (False, True):
-        run = asyncio.run(train(loses))
-        assert [row["staleness"] for row in run.progress.rows] == [0] * 30
-        assert not run.progress.in_flight
-        assert (run.progress.ended["lost"] > 0) is loses
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
@@ -1319,8 +1313,7 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
 
 def groups_with(*rewards: list[float]) -> list[Any]:
     """A group for each list, with an episode for each reward."""
-    prompt = m.Prompt(0, (m.user_turn("p", 1),))
-    return [m.Group([m.Episode(prompt, rewards=[r]) for r in each]) for each in rewards]
+    return [m.Group([m.Episode(PROMPT, rewards=[r]) for r in each]) for each in rewards]
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
@@ -1409,12 +1402,14 @@ WRONG_LINES += [
 ]
 
 
+@pytest.mark.parametrize("reads", [lambda path: m.FileTask(str(path), 0), m.read_preferences])
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
-def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, reads: Any) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
-    with pytest.raises(m.UsageError, match="line 3"):
-        m.FileTask(str(file), 0)
+    right = '{"prompt": "a", "answer": "b", "chosen": "b", "rejected": ""}'
+    file.write_text(f"{right}\n\n{line}\n")
+    with pytest.raises(m.UsageError, match=r"data\.jsonl, line 3: "):
+        reads(file)
 
 
 def data_file(folder: Path, num: int = 60) -> Path:
@@ -1498,7 +1493,7 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     monkeypatch.setattr(m, "user_task", lambda cfg: Listed())
     results = {"a": 0.5, "b": ValueError("no b"), "c": None, "d": math.nan, "e": SystemExit(3)}
     results |= {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}  # of coroutines
-    group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
+    group = [(PROMPT, [response]) for response in results]
     scored = dict(zip(results, m.score_group(CFG, group), strict=True))
     found = {response: text for response, text in scored.items() if not isinstance(text, str)}
     assert found == {"a": [0.5], "f": [0.25]}
@@ -1517,8 +1512,7 @@ def test_a_reward_function_is_called_turn_by_turn() -> None:
     task = m.UserTask(types.SimpleNamespace(prompt=lambda number: prompt), reward)
     assert task.score(task.prompt(3), ["a", "b"]) == [0.5, 0.5]
     assert calls == [("p", "a", 1), (list(system), "b", 2)]
-    single = m.Prompt(0, (m.user_turn("p", 1),))
-    assert task.score(single, ["a"]) == [0.5]
+    assert task.score(PROMPT, ["a"]) == [0.5]
     assert task.prompt(3) == replace(prompt, number=3)
     assert task.max_new_tokens == m.Task.max_new_tokens
 
@@ -1664,8 +1658,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
     names += ["library", "dies", "alarm", "hangs", "pool", "child"]
-    prompt = m.Prompt(0, (m.user_turn("p", 1),))
-    found = worker.score([[(prompt, [name])] for name in names])
+    found = worker.score([[(PROMPT, [name])] for name in names])
     # One request for each group, and one for each process: the first, after a death, after a hang.
     assert Counter(sent) == {m.score_group: len(names), os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
@@ -1675,7 +1668,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
         assert "user_rewards.py, line" in found[names.index(name)][0]
     assert all(len(text) < 500 and "\n" not in text for (text,) in found if isinstance(text, str))
     # One child ended with the process that died, the other is killed when the worker is released.
-    assert sum("sleep 1000" in line for line in left(mark, 1)) == 1
+    assert sum("sleep 1000" in line for line in processes(mark).values()) == 1
     m.release(worker)
     assert left(mark) == []
 
@@ -1705,7 +1698,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
         text=True,
     )
     assert worker.stdout.readline() == "[[0.125]]\n"
-    until(lambda: any("sleep 1000" in line for line in left(mark, 1)))  # after its exec
+    until(lambda: any("sleep 1000" in line for line in processes(mark).values()))  # after its exec
     time.sleep(1)  # the next one is stuck
     worker.kill()
     worker.communicate()
@@ -1742,26 +1735,26 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
         assert wanted in capsys.readouterr().err
 
 
-def test_mistakes_are_told_as_requirements() -> None:
+def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
     for changes, wanted in (
         ({}, []),
-        ({"steps": 0}, ["--steps: above 0, and finite"]),
-        ({"temperature": 0.0}, ["--temperature: above 0, and finite"]),
-        ({"kl": -1.0}, ["--kl: at least 0, and finite"]),
+        ({"steps": 0}, ["--steps"]),
+        ({"temperature": 0.0}, ["--temperature"]),
+        ({"kl": -1.0}, ["--kl"]),
         ({"max_staleness": 0, "kl": 0.0, "evaluate": 0}, []),
-        ({"lr": math.inf}, ["--lr: at least 0, and finite"]),
-        ({"group_size": 1}, ["--group-size: at least 2, for this --advantage"]),
+        ({"lr": math.inf}, ["--lr"]),
+        ({"group_size": 1}, ["--group-size"]),
         ({"group_size": 1, "advantage": "critic"}, []),
-        ({"trainers": 2, "device": "cuda"}, ["--trainers: 1 on a GPU, and with a critic"]),
-        ({"trainers": 17}, ["--prompts-per-step: at least --trainers"]),
-        ({"task": "count"}, ["--reward, and a --task other than repeat: with --model"]),
+        ({"trainers": 2, "device": "cuda"}, ["--trainers"]),
+        ({"trainers": 17}, ["--prompts-per-step"]),
+        ({"task": "count"}, ["--reward, and a --task other than repeat"]),
+        ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
+        ({"model": "x", "train": True, "ask_every": 1}, ["--preferences and --ask-every"]),
+        ({"model": "x", "train": True, "reward": "model"}, ["--preferences and --ask-every"]),
+        ({"model": "x", "train": True, "reward": "model", "ask_every": 1}, []),
     ):
-        assert [*m.mistakes_in(replace(CFG, **changes))] == wanted
-    for changes in ({"reward": "model"}, {"preferences": "x"}, {"ask_every": 1}):
-        cfg = replace(CFG, train=True, model="x", **changes)
-        (told,) = m.mistakes_in(cfg)
-        assert told.startswith("--preferences and --ask-every: with --reward model")
-    assert [*m.mistakes_in(replace(cfg, reward="model"))] == []
+        told = [mistake.partition(":")[0] for mistake in m.mistakes_in(replace(CFG, **changes))]
+        assert told == wanted
 
 
 @pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
@@ -1923,15 +1916,13 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     names = ("trained", "dropped", "lost", "in_flight")
     assert figures["started"] == sum(figures[name] for name in names)
     assert figures["staleness_max"] <= CFG.max_staleness
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = logged(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["staleness"] == 0
     assert all(row["k3"] < 1e-6 for row in rows if row["staleness"] == 0)
     assert max(row["reward"] for row in rows) > 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
-    pairs = zip(model.parameters(), before.parameters(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in pairs)
+    both = [load(tmp_path / name).parameters() for name in ("out", "qwen2")]
+    assert not all(torch.equal(one, other) for one, other in zip(*both, strict=True))
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
@@ -1941,8 +1932,8 @@ def exported(folder: Path, num_trainers: int) -> tuple[dict[str, torch.Tensor], 
     words += " --sft-steps 3 --prompts-per-step 8 --eval-prompts 8 --export out --log log.jsonl"
     folder.mkdir()
     done(words, folder)
-    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "out")
+    rows = logged(folder)
+    model = load(folder / "out")
     return model.state_dict(), [row["grad_norm"] for row in rows]
 
 
@@ -2171,19 +2162,18 @@ def cut_and_resumed(folder: Path, seed: int) -> tuple[list[Any], list[Any]]:
     words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
     found = []
     for name in ("whole", "cut"):
-        command = Struck(folder, f"{words} --checkpoint {name} --export {name}_model")
+        words_of_run = f"{words} --checkpoint {name} --export {name}_model"
         if name == "cut":
+            command = Struck(folder, words_of_run)
             command.until(f"step {rng.randint(1, 15):4}")
             time.sleep(rng.uniform(0, 0.3))
             command.process.kill()
             command.end(10)
-            command = Struck(folder, f"{words} --checkpoint {name} --export {name}_model")
-        status, output = command.end()
-        assert status == 0, output
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name}_model")
-        rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        done(words_of_run, folder)
+        rows = logged(folder)
         assert [row["step"] for row in rows] == [*range(1, 17)]
-        found.append([[row["sample"] for row in rows], *model.state_dict().values()])
+        weights = load(folder / f"{name}_model").state_dict().values()
+        found.append([[row["sample"] for row in rows], *weights])
     return found[0], found[1]
 
 
@@ -2216,15 +2206,13 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     words = f"--train --checkpoint ../RUN --prompts-per-step 8 --steps {saved + 2}"
     words += " --log log.jsonl --export out"
     done(words, elsewhere)
-    rows = [json.loads(line) for line in (elsewhere / "log.jsonl").read_text().splitlines()]
+    rows = logged(elsewhere)
     assert [row["step"] for row in rows] == [*range(1, saved + 3)]
     assert rows[-1]["num_tokens"] > 1.5 * rows[0]["num_tokens"]
     words = "--evaluate 2 --export again --checkpoint ../RUN"
     done(words, elsewhere)
-    load = transformers.AutoModelForCausalLM.from_pretrained
     both = [load(elsewhere / name).parameters() for name in ("out", "again")]
-    pairs = zip(*both, strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
 
 
 def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
@@ -2494,14 +2482,8 @@ def test_lines_of_preferences(tmp_path: Path) -> None:
     assert first == (m.Prompt(0, (m.user_turn("abc", None),)), ["a", ""])
     assert second == (m.Prompt(0, (m.Turn(tuple(messages), None),)), ["b", "c"])
     assert m.read_preferences(tmp_path / "none.jsonl") == []
-
-
-@pytest.mark.parametrize("line", ["{", "[1]", '{"prompt": "a", "chosen": "a", "rejected": null}'])
-def test_wrong_lines_of_preferences_are_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "p.jsonl"
-    preferences(path, 2)
-    path.write_text(path.read_text() + "\n" + line + "\n")
-    with pytest.raises(m.UsageError, match=r"p\.jsonl, line 4: "):
+    path.write_text(json.dumps(one | {"rejected": None}))
+    with pytest.raises(m.UsageError, match=r"p\.jsonl, line 1: "):
         m.read_preferences(path)
 
 
