@@ -243,38 +243,15 @@ def test_other_weights_are_refused_and_not_touched(other: dict[str, torch.Tensor
     m.WeightReader(writer.handle, 0, weights(0))
 
 
-def test_a_pull_waits_for_the_version_that_it_needs() -> None:
+def test_a_copy_that_fails_is_no_version_and_its_error_is_raised_once() -> None:
     writer = m.WeightWriter(weights(1), 1)
-    reader = m.WeightReader(writer.handle, 0, weights(0))
-    published(writer, 1)
-    with ThreadPoolExecutor(1) as thread:
-        pull = thread.submit(reader.pull, 3)
-        for version in (2, 3):
-            assert not wait([pull], 0.3).done
-            published(writer, version)
-        assert pull.result(30) == 3
-    assert reader.pull(3) == 3  # and does not wait for more
-
-
-def test_publish_copies_in_a_thread_and_wait_raises_its_error() -> None:
-    writer = m.WeightWriter(weights(1), 1)
-    goes_on = threading.Event()
-    threads = []
-
-    def write(slot: torch.Tensor) -> None:
-        threads.append(threading.get_ident())
-        goes_on.wait(30)
-        raise OSError("no such memory")
-
-    writer.write = write
-    writer.publish(1)  # returns although the copy waits
-    goes_on.set()
-    with pytest.raises(OSError, match="no such memory"):
+    writer.write = lambda slot: 1 / 0
+    writer.publish(1)
+    with pytest.raises(ZeroDivisionError):
         writer.wait()
-    assert threads != [threading.get_ident()]
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
-    published(writer, 2)  # the error is told once
+    published(writer, 2)
     assert writer.arena.words[m.Arena.VERSION] == 2
 
 
@@ -548,9 +525,7 @@ def test_an_advantage_is_that_of_what_follows() -> None:
     episodes = []
     for number, group in enumerate(rewards):
         for turns, reward in zip(turn_of, group, strict=True):
-            episode = m.Episode(task.prompt(number), turn_of=turns)
-            episode.rewards = reward
-            episodes.append(episode)
+            episodes.append(m.Episode(task.prompt(number), turn_of=turns, rewards=reward))
     found = m.advantages_of(episodes, "none")
     assert found[0] == [0, 0.75, 0.75, 0, 0.5]
     assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
@@ -780,17 +755,8 @@ SYSTEM = "{% if messages[0].role != 'system' %}<user>system\nBe kind.<end>{% end
 EACH = "{% for m in messages %}<user>{{ m.role }}\n{{ m.content | trim }}<end>\n{% endfor %}"
 INST = "{% for m in messages %}{% if m.role == 'user' %}<user>[INST] {{ m.content }} [/INST]"
 INST += "{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
-TEXTS = [
-    "a",
-    "",
-    " a\n",
-    "é",
-    "e\u0301 🙂",
-    "<end>",
-    "x <user> y",
-    "\n<assistant>",
-    "[INST] response",
-]
+TEXTS = ["a", "", " a\n", "é", "e\u0301 🙂"]
+TEXTS += ["<end>", "x <user> y", "\n<assistant>", "[INST] response"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
@@ -1395,11 +1361,8 @@ def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
 
 
 WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
-WRONG_LINES += [
-    '{"prompt": [{"role": "assistant", "content": "a"}]}',
-    "[" * 9999,
-    '{"prompt": "\\ud800"}',
-]
+WRONG_LINES += ['{"prompt": [{"role": "assistant", "content": "a"}]}', '{"prompt": "\\ud800"}']
+WRONG_LINES += ["[" * 9999]
 
 
 @pytest.mark.parametrize("reads", [lambda path: m.FileTask(str(path), 0), m.read_preferences])
@@ -1453,8 +1416,7 @@ def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> Non
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
 RESULTS += [(torch.tensor([0.25, 0.5]), [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
-NO_REWARDS += [[[0.5], [0.5]]]
-NO_REWARDS += [LookupError("no")]
+NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
 
 
 def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
@@ -1674,11 +1636,10 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
 
 
 PARENT = """
-import sys, time
-sys.path.insert(0, sys.argv[1])
+import sys
 import monarch_rl as m
 if __name__ == "__main__":
-    cfg = m.Flags(model="x", task=sys.argv[2], reward=sys.argv[3])
+    cfg = m.Flags(model="x", task=sys.argv[1], reward=sys.argv[2])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     score = m.UserProcess(cfg)
     print(score([(prompt, ["child"])]), flush=True)
@@ -1687,31 +1648,25 @@ if __name__ == "__main__":
 
 
 def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path) -> None:
-    mark = uuid.uuid4().hex
     cfg = user_rewards(tmp_path)
-    program = tmp_path / "parent.py"
-    program.write_text(PARENT)
-    worker = subprocess.Popen(
-        [sys.executable, str(program), str(FOLDER), cfg.task, cfg.reward],
-        env=os.environ | {MARK: mark, "PYTHONPATH": str(FOLDER)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert worker.stdout.readline() == "[[0.125]]\n"
-    until(lambda: any("sleep 1000" in line for line in processes(mark).values()))  # after its exec
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = f"exec {sys.executable} parent.py {cfg.task} {cfg.reward}"
+    worker = Struck(tmp_path, "", command, PYTHONPATH=str(FOLDER))
+    worker.until("[[0.125]]")
+    children = lambda: processes(worker.mark).values()  # noqa: E731
+    until(lambda: any("sleep 1000" in line for line in children()))  # after its exec
     time.sleep(1)  # the next one is stuck
-    worker.kill()
-    worker.communicate()
-    assert left(mark) == []
+    worker.process.kill()
+    worker.end(10)
 
 
 # == commands ======================================================================================
 
 WRONG = (
-    "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps 0|--steps x|--steps|more|--lr -1"
-    "|--loss ppp|--max-staleness -1|--group-size 1|--temperature 0|--train --task nothing"
+    "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps x|--steps|more|--lr -1"
+    "|--loss ppp|--max-staleness -1|--train --task nothing"
     "|--train --task own.py:Task|--train --model ./none|--train --model qwen2 --task none.jsonl"
-    "|--prompts-per-step 1 --trainers 2|--evaluate -1|--kl -1|--train --reward own.py:f"
+    "|--evaluate -1|--train --reward own.py:f"
     "|--lr nan|--temperature nan|--reward-deadline nan|--train --export /proc/x"
     "|--train --checkpoint /proc/x|--log /proc/x/log|--model qwen2|--train --log repeat"
 )
@@ -1842,10 +1797,7 @@ def test_a_check_keeps_its_value_and_its_bound(tmp_path: Path, capsys: Any) -> N
     assert report.failed() == ["one"]
     found = {"what": "torn reads", "value": 3, "relation": "<", "bound": 3, "ok": False}
     assert report.stages[0]["checks"] == [found]
-    assert [stage["rows"] for stage in report.stages] == [
-        [{"name": "one", "ms": 1.5}],
-        [{"name": "two", "ms": 1.5}],
-    ]
+    assert report.stages[1]["rows"] == [{"name": "two", "ms": 1.5}]
     assert "FAIL torn reads: 3  (< 3)" in capsys.readouterr().out
 
 
@@ -1913,8 +1865,6 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
     assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
-    names = ("trained", "dropped", "lost", "in_flight")
-    assert figures["started"] == sum(figures[name] for name in names)
     assert figures["staleness_max"] <= CFG.max_staleness
     rows = logged(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -2131,56 +2081,48 @@ class Struck:
         return status, self.output.read_text()
 
 
-def strike_at_random(folder: Path, seed: int, num_faults: int, num_steps: int) -> tuple[int, str]:
-    """A whole run, of which a random child is killed or stopped every 1 to 6 seconds."""
-    rng = random.Random(seed)
-    words = f"--train --steps {num_steps} --checkpoint RUN --save-every 10 --eval-prompts 8"
-    command = Struck(folder, words + f" --sft-steps 20 --json out.json --seed {seed}")
+def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
+    """Six times a random child is killed or stopped, 1 to 6 seconds after the one before."""
+    rng = random.Random(0)
+    words = "--train --steps 200 --checkpoint RUN --save-every 10 --eval-prompts 8"
+    command = Struck(tmp_path, words + " --sft-steps 20 --json out.json")
     command.until("starting")
     num_struck = 0
-    while num_struck < num_faults and command.process.poll() is None:
+    while num_struck < 6 and command.process.poll() is None:
         time.sleep(rng.uniform(1, 6))
         children = command.children()
         if children:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(children), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
                 num_struck += 1
-    return command.end()
-
-
-def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
-    status, output = strike_at_random(tmp_path, 0, 6, 200)
+    status, output = command.end()
     assert status == 0, output
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["in_flight"]) == (200, 0)
 
 
-def cut_and_resumed(folder: Path, seed: int) -> tuple[list[Any], list[Any]]:
-    """The weights of a synchronous run, and of one whose main process is killed at random."""
-    rng = random.Random(seed)
-    words = f"--train --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8 --seed {seed}"
+def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The main process of the second run is killed at a random time, and started again."""
+    rng = random.Random(0)
+    words = "--train --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8"
     words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
     found = []
     for name in ("whole", "cut"):
         words_of_run = f"{words} --checkpoint {name} --export {name}_model"
         if name == "cut":
-            command = Struck(folder, words_of_run)
+            command = Struck(tmp_path, words_of_run)
             command.until(f"step {rng.randint(1, 15):4}")
             time.sleep(rng.uniform(0, 0.3))
             command.process.kill()
             command.end(10)
-        done(words_of_run, folder)
-        rows = logged(folder)
+        done(words_of_run, tmp_path)
+        rows = logged(tmp_path)
         assert [row["step"] for row in rows] == [*range(1, 17)]
-        weights = load(folder / f"{name}_model").state_dict().values()
-        found.append([[row["sample"] for row in rows], *weights])
-    return found[0], found[1]
-
-
-def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    (samples, *weights), (others_samples, *others) = cut_and_resumed(tmp_path, 0)
-    assert samples == others_samples
-    assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+        weights = load(tmp_path / f"{name}_model").parameters()
+        found.append(([row["sample"] for row in rows], [*weights]))
+    (samples, weights), (samples_of_cut, weights_of_cut) = found
+    assert samples == samples_of_cut
+    assert all(torch.equal(*pair) for pair in zip(weights, weights_of_cut, strict=True))
 
 
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
