@@ -542,7 +542,11 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
         one = learner(loss=loss, epochs=3, tokens_per_micro_batch=tokens, entropy=0.01)
         one.penalty = functools.partial(m.divergence, copy.deepcopy(one.policy), 0.1)
         episodes = episodes_of(one)
+        updates: list[int] = []
+        one.optimizer.register_step_post_hook(lambda *_, updates=updates: updates.append(1))
         stats = one.step(episodes)
+        assert len(updates) == 3
+        assert stats.k3 < 1e-9  # of the first update, as the samples are of these weights
         assert (len(batches_of(one, episodes)) > 1) is (tokens == 40)
         found.append((parameters(one), stats))
     (whole, whole_stats), (parts, parts_stats) = found
@@ -577,14 +581,37 @@ def test_a_step_changes_no_weights_while_the_version_before_is_copied() -> None:
     assert not torch.equal(parameters(trainer.learner), before)
 
 
-def test_equal_rewards_give_no_gradient() -> None:
-    one = learner()
-    before = parameters(one)
-    episodes = episodes_of(one)
-    for episode in episodes:
-        episode.rewards = [0.5, 0.5]
-    assert one.step(episodes).grad_norm == 0
-    assert torch.equal(parameters(one), before)
+def test_equal_rewards_give_no_gradient_but_that_of_an_entropy_bonus() -> None:
+    for entropy in (0.0, 1.0):
+        one = learner(entropy=entropy)
+        before = parameters(one)
+        episodes = episodes_of(one)
+        for episode in episodes:
+            episode.rewards = [0.5, 0.5]
+        stats = one.step(episodes)
+        assert (stats.grad_norm > 0) is (entropy > 0)
+        assert torch.equal(parameters(one), before) is (entropy == 0)
+        assert 0.9 * math.log(19) < stats.entropy < math.log(19)  # a fresh policy is near uniform
+
+
+def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> None:
+    for scale in (0.1, 100.0):
+        one = learner(loss="reinforce", advantage="none")
+        before = parameters(one)
+        episodes = episodes_of(one)
+        for episode in episodes:
+            episode.rewards = [scale * reward for reward in episode.rewards]
+        (batch,) = batches_of(one, episodes)
+        logp, _ = one.policy.token_logprobs(batch.ids, batch.is_sampled)
+        num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
+        loss = -(batch.advantage * logp).sum() / num_tokens  # rows without an advantage, too
+        grads = torch.autograd.grad(loss, list(one.policy.model.parameters()))
+        wanted = torch.nn.utils.parameters_to_vector(grads)
+        norm = float(wanted.norm())
+        assert (norm > 1) is (scale == 100)
+        assert one.step(episodes).grad_norm == pytest.approx(norm, rel=1e-4)
+        moved = parameters(one) - before  # at a rate of 0.5
+        assert torch.allclose(moved, -0.5 * wanted / max(1, norm), atol=1e-5)
 
 
 def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
@@ -807,6 +834,20 @@ def test_a_conversation_is_what_the_template_says() -> None:
         assert task.score(prompt, [turn.answer for turn in prompt.turns]) == [0.5, 0.5]
 
 
+def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> None:
+    policy = policy_of()
+    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
+
+    def sampled(seed: int | None) -> list[list[int]]:
+        return [episode.ids for episode in m.rollout(policy, prompts, 2, seed)]
+
+    assert sampled(1) == sampled(1) != sampled(2)
+    for episode in m.rollout(policy, prompts, 2, None):
+        logits = policy.forward(torch.tensor([episode.ids]))[0, :-1]
+        pairs = zip(logits.argmax(-1).tolist(), episode.ids[1:], episode.turn_of[1:], strict=True)
+        assert all(likeliest == token for likeliest, token, turn in pairs if turn)
+
+
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
     def sampled_with(module: Any) -> set[int]:
         generator = object.__new__(module.Generator)
@@ -1000,6 +1041,7 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
 
 def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
     def script(worker: Any, method: str, *args: Any) -> Any:
+        num_asked[method] += 1
         return worker.die() if method == "deadly" else 7
 
     async def work(service: Any) -> int:
@@ -1010,7 +1052,28 @@ def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
             await asyncio.sleep(0.01)
         return await service.request("harmless")  # and the service lives on
 
+    num_asked: Counter[str] = Counter()
     assert serve(script, work) == 7
+    assert num_asked["deadly"] == 3
+
+
+def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any) -> None:
+    def script(worker: Any, method: str, *args: Any) -> Any:
+        if method != "work":
+            return None
+        served_by.append(worker.name)
+        if len(served_by) == 1:
+            replicas[int(worker.name[-1])].lose("is gone")
+        return worker.name
+
+    async def work(service: Any) -> Any:
+        await service.begin()
+        replicas.update(service.replicas)
+        return await service.request("work")
+
+    served_by: list[str] = []
+    replicas: dict[int, Any] = {}
+    assert serve(script, work) == served_by[1] != served_by[0]
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -1053,6 +1116,8 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
     assert [service.replaces for service in run.services] == [False, True, True]
     for service in run.services:  # all have begun, and the trainer is lost
         service.num_replicas = 0
+    with pytest.raises(m.ReplicaLost):
+        run.draw(1)  # without a trainer
     run.trainer.error = m.ReplicaLost("trainer_0 has died")
     with pytest.raises(m.ReplicaLost, match="trainer_0 has died"):
         asyncio.run(run.begin())
@@ -1146,14 +1211,10 @@ def run_of(module: Any, cfg: Any, services: Any) -> Any:
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps. With a staleness of 0 it is synchronous."""
     cfg = replace(module.Flags(), prompts_per_step=4, generators=3, group_size=2)
-
-    async def train() -> Any:
-        run = run_of(module, cfg, FakeServices(module, seed, loses))
-        loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
-        await asyncio.wait_for(loop, 120)
-        return run
-
-    return asyncio.run(train())
+    run = run_of(module, cfg, FakeServices(module, seed, loses))
+    loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
+    asyncio.run(asyncio.wait_for(loop, 120))
+    return run
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
@@ -1188,14 +1249,10 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
         seen.append(prompt)
         return right(policy, prompt, responses)
 
-    async def train() -> Any:
-        run = run_of(m, cfg, FakeServices(m, 0, False))
-        await m.train_async(run, 2, 60)
-        await m.train_sync(run, 20)
-        return run
-
     cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
-    run = asyncio.run(train())
+    run = run_of(m, cfg, FakeServices(m, 0, False))
+    asyncio.run(m.train_async(run, 2, 60))
+    asyncio.run(m.train_sync(run, 20))
     seen: list[Any] = []
     right = m.episode_with
     monkeypatch.setattr(m, "episode_with", episode_with)
@@ -1239,12 +1296,30 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Exception)
         async def request(self, *_: Any) -> Any:
             raise error
 
-    async def train() -> None:
-        await asyncio.wait_for(loop(run_of(m, CFG, Dead(m, 0, False))), 60)
-
+    run = run_of(m, CFG, Dead(m, 0, False))
     wanted = m.RunError if isinstance(error, m.ReplicaLost) else KeyError
     with pytest.raises(wanted, match=error.args[0]):
-        asyncio.run(train())
+        asyncio.run(asyncio.wait_for(loop(run), 60))
+
+
+def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episodes() -> None:
+    class Services(FakeServices):
+        async def rollout(self, *args: Any) -> Any:
+            asked.append((len(args[2]), args[4]))
+            return await super().rollout(*args)
+
+        async def score(self, groups: list[Any]) -> list[Any]:
+            return [["no reward", [1.0]] for _ in groups]
+
+    asked: list[Any] = []
+    run = run_of(m, replace(CFG, generators=1), Services(m, 0, False))
+    prompts = [run.task.prompt(number) for number in range(130)]
+    for seed, group_size, wanted in ((0, 2, []), (1, 1, [1] * 130)):
+        groups = asyncio.run(run.sample_and_score(prompts, group_size, seed))
+        assert [len(group.episodes) for group in groups] == wanted  # 1 of 2 is left out
+    assert max(size for size, _ in asked) <= 64
+    assert sum(size for size, _ in asked) == 260
+    assert len({seed for _, seed in asked}) == len(asked)
 
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
@@ -1259,13 +1334,10 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
                 assert all(len(batch.ids) > 0 for batch in batches)
             return await super().step(episodes)
 
-    async def train() -> None:
-        run = run_of(m, cfg, Services(m, 0, False))
-        await asyncio.wait_for(m.train_sync(run, 3), 60)
-
     cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
     policy = policy_of()
-    asyncio.run(train())
+    run = run_of(m, cfg, Services(m, 0, False))
+    asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
 
 
 def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
@@ -2499,7 +2571,7 @@ def record(monkeypatch: Any, **changes: Any) -> dict[str, Any]:
     return asyncio.run(m.record_of(run, "K = 2", start_s, 4))
 
 
-def test_record_of_a_run(monkeypatch: Any) -> None:
+def test_a_record_and_its_page_have_all_results(tmp_path: Path, monkeypatch: Any) -> None:
     found = record(monkeypatch)
     lanes = found["lanes"]
     assert found["summary"].startswith("4 steps in 10.0 s; generator_0 ")
@@ -2509,11 +2581,7 @@ def test_record_of_a_run(monkeypatch: Any) -> None:
     assert lanes["trainer_0"][25:115] == [1.0] * 90
     assert len(lanes) == 5
     assert lanes["held-out accuracy"] == [0.25, 0.75]
-
-
-def test_page_has_all_results(tmp_path: Path, monkeypatch: Any) -> None:
-    run = record(monkeypatch)
-    m.write_page(str(tmp_path / "page.html"), [run, run | {"title": "K = 4"}])
+    m.write_page(str(tmp_path / "page.html"), [found, found | {"title": "K = 4"}])
     page = (tmp_path / "page.html").read_text()
     assert page.count("<script") == 1 and "<img" not in page
     assert not re.search(r"https?:|@import|url\(|href=", page)
