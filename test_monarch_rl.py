@@ -1938,7 +1938,7 @@ if __name__ == "__main__":
     sys.exit(m.main(["--json", "out.json"]))
 """
 NAMED = """additions of 200 lost by the actor|members of 4 that ran under `call`
-|s that `compute` outlasted the pull|witnesses of 3 in the timeline of this process
+|s that `compute` outlasted the pull|witnesses of 3 in the journal of this process
 |hangs detected by the ping|requests of 400 with the right answer|torn reads of 96 with leases
 |bytes written / bytes needed|k3 of recorded and recomputed|push with a clip / without
 |largest staleness|largest staleness|largest difference of a weight|right letters, critic - batch
@@ -2604,56 +2604,43 @@ def test_a_successor_learns_from_answers(tmp_path: Path, without: Any) -> None:
 HOSTILE = "</script><script>alert(1)</script><img src=x> &amp;"
 
 
-def record(monkeypatch: Any, **changes: Any) -> dict[str, Any]:
-    """Of a run that began 10 s ago, with six steps, two of them before a restart."""
+def page_of(folder: Path, rows: list[Any], heldout: list[Any]) -> str:
+    """The page of a run whose command began 10 s ago."""
     start_s = time.time() - 10
-    times = [start_s + after_s for after_s in (-100, -90, 1, 2, 3, 4)]
-    rows = [{"time": time, "reward": 0.1 * i, "staleness": i} for i, time in enumerate(times)]
     lost = types.SimpleNamespace(result=lambda: HOSTILE)
-    failures = [
-        types.SimpleNamespace(name=name, lost=lost, noticed_s=start_s + after_s)
-        for name, after_s in (("generator_0", 8), ("trainer_0", -8))
-    ]
-    progress = {"rows": rows, "heldout": [(0, 0.25), (6, None), (6, 0.75)]} | changes
-    services = [types.SimpleNamespace(failures=failures)]
-    run: Any = types.SimpleNamespace(progress=types.SimpleNamespace(**progress), services=services)
-    spans = [
-        m.Span("trainer_0", start_s - 50, start_s - 40),
-        m.Span("trainer_0", start_s + 1, start_s + 3),
-        m.Span("trainer_0", start_s + 2, start_s + 6),
-        m.Span("generator_0", start_s - 5, start_s + 2.5),
-    ]
-    read = types.SimpleNamespace(call_one=lambda: asyncio.sleep(0, spans))
-    timeline = types.SimpleNamespace(read=read)
-    monkeypatch.setattr(m, "get_or_spawn_controller", lambda *_: asyncio.sleep(0, timeline))
-    return asyncio.run(m.record_of(run, "K = 2", start_s, 4))
+    failure = types.SimpleNamespace(name="generator_0", lost=lost, noticed_s=start_s + 8)
+    spans = {"trainer_0": [(-50, -40), (1, 3), (2, 6)], "generator_0": [(-5, 2.5)], "idle_0": []}
+    seen = {w: [(start_s + a, start_s + b) for a, b in pairs] for w, pairs in spans.items()}
+    services = [types.SimpleNamespace(failures=[failure], spans=seen)]
+    progress = types.SimpleNamespace(rows=rows, heldout=heldout)
+    run: Any = types.SimpleNamespace(version=len(rows), progress=progress, services=services)
+    m.write_page(str(folder / "page.html"), run, start_s)
+    return (folder / "page.html").read_text()
 
 
-def test_a_record_and_its_page_have_all_results(tmp_path: Path, monkeypatch: Any) -> None:
-    found = record(monkeypatch)
-    lanes = found["lanes"]
-    assert found["summary"].startswith("4 steps in 10.0 s; generator_0 ")
-    busy = {who: sum(lanes[who]) / 200 for who in [*lanes][:2]}
-    expected = {"generator_0": 0.25, "trainer_0": 0.5}
-    assert busy == pytest.approx(expected, abs=0.01)
-    assert lanes["trainer_0"][25:115] == [1.0] * 90
-    assert len(lanes) == 5
-    assert lanes["held-out accuracy"] == [0.25, 0.75]
-    m.write_page(str(tmp_path / "page.html"), [found, found | {"title": "K = 4"}])
-    page = (tmp_path / "page.html").read_text()
-    assert "<script" not in page and "<img" not in page
+def test_the_page_has_what_a_run_has_shown(tmp_path: Path) -> None:
+    values = dict.fromkeys(m.CURVES, 0.5)
+    rows = [values | {"step": i + 1, "reward": 0.1 * i, "sample": f"<{i}>"} for i in range(6)]
+    rows[5] |= {"k3": math.nan, "entropy": None}
+    page = page_of(tmp_path, rows, [(0, 0.25), (3, 0.5), (6, None), (6, 0.75)])
+    assert page.count("6 steps, held-out accuracy 0.250 to 0.750") == 2
+    assert f"generator_0 {html.escape(HOSTILE)} at 8.0 s" in page
+    assert "<script" not in page and "<img" not in page and "nan" not in page
     assert not re.search(r"https?:|@import|url\(|href=", page)
-    assert page.count("<h2>") == 2
-    assert "held-out accuracy: mean 0.5" in page
-    assert page.count(html.escape(HOSTILE)) == 4  # two losses of two runs
+    # Of each curve the last value, its range, and the steps.
+    (reward,) = [part for part in page.split("<figure>") if "reward: 0.5 at the end" in part]
+    assert "<small>0.5</small>" in reward and "<span>0</span><span>steps 1 to 6</span>" in reward
+    assert 'points=" 0.00,100.00 20.00,80.00 40.00,60.00' in reward
+    assert [f"step {i}: &lt;{i - 1}&gt;" in page for i in range(1, 7)] == [1, 0, 0, 1, 0, 1]
+    busy = {
+        w: m.busy_shares(pairs, 10) for w, pairs in (("t", [(1, 3), (2, 6)]), ("g", [(-5, 2.5)]))
+    }
+    assert sum(share for _, share in busy["t"]) == pytest.approx(50, abs=1)
+    assert [round(share) for _, share in busy["g"]] == [1] * 25 + [0] * 75
 
 
-def test_page_of_unfinished_runs(tmp_path: Path, monkeypatch: Any) -> None:
-    row = {"time": time.time(), "reward": math.nan, "staleness": 0}
-    for changes in ({"rows": [], "heldout": []}, {"rows": [row], "heldout": [(0, None)]}):
-        m.write_page(str(tmp_path / "page.html"), [record(monkeypatch, **changes)])
-        assert "nan" not in (tmp_path / "page.html").read_text()
-    m.write_page(str(tmp_path / "page.html"), [])
+def test_a_page_of_a_run_without_steps_is_written(tmp_path: Path) -> None:
+    assert "0 steps, held-out accuracy unknown" in page_of(tmp_path, [], [(0, None)])
 
 
 def test_a_conversation_that_is_over_stays_however_long() -> None:
