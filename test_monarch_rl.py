@@ -248,7 +248,7 @@ def test_a_copy_that_fails_is_no_version_and_its_error_is_raised_once() -> None:
     writer.write = lambda slot: 1 / 0
     writer.publish(1)
     with pytest.raises(ZeroDivisionError):
-        writer.wait()
+        writer.publish(2)  # waits for the copy before
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
     published(writer, 2)
@@ -832,6 +832,13 @@ def test_a_conversation_is_what_the_template_says() -> None:
         assert text == whole(episode.prompt, episode.responses)
     for prompt in prompts:
         assert task.score(prompt, [turn.answer for turn in prompt.turns]) == [0.5, 0.5]
+
+
+def test_a_later_turn_repeats_no_end_that_was_sampled() -> None:
+    for is_truncated, wanted in ((False, [7, 5, 8]), (True, [7, 5, 5, 8])):
+        episode = m.Episode(PROMPT, 0, [7, 5], [0, 1], [0.0, -1.0], ["a"], [is_truncated])
+        episode.add_prompt([5, 8])
+        assert episode.ids == wanted
 
 
 def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> None:
@@ -2603,7 +2610,8 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     short = m.Prompt(0, (m.user_turn("a", "a"), m.user_turn("b", "b")))
     long = m.Prompt(1, (m.user_turn("a" * 40, "a"),))
     policy.context = 40 + 3 + policy.max_new_tokens  # the long one fits, before its response
-    episodes = m.rollout(policy, [short, long], 2, 0)
+    longer = m.Prompt(2, (m.user_turn("a" * 41, "a"),))
+    episodes = m.rollout(policy, [short, long, longer], 2, 0)
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
