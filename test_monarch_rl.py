@@ -461,6 +461,23 @@ def test_no_token_outweighs_a_batch() -> None:
         assert float(gradient("decoupled", zero + moved, zero - 9, zero, good).abs()) == 0
 
 
+def test_decoupled_weighs_by_age_and_clips_what_this_batch_moved() -> None:
+    zero = torch.zeros(1)
+    for age, moved in itertools.product([-1.0, 0.0, 0.5, 3.0], [-0.5, 0.0, 0.1, 0.5]):
+        found = float(gradient("decoupled", zero + moved, zero - age, zero, torch.ones(1)))
+        wanted = -min(math.exp(age), 2) * math.exp(moved) if moved < 0.5 else 0
+        assert found == pytest.approx(wanted)
+
+
+def test_the_policy_before_a_batch_is_that_of_its_first_update() -> None:
+    one = learner(loss="decoupled")
+    batches = batches_of(one, episodes_of(one))
+    for _ in range(2):
+        one.update(batches)
+    for batch in batches:
+        assert torch.allclose(batch.prox_logprobs, batch.old_logprobs, atol=1e-5)
+
+
 def test_k3_is_never_negative_and_estimates_the_divergence() -> None:
     rng = torch.Generator().manual_seed(0)
     p, q = (torch.randn(64, generator=rng).log_softmax(-1) for _ in range(2))
@@ -492,10 +509,10 @@ def test_the_true_gradient_has_its_closed_form() -> None:
     assert torch.allclose(m.Bandit(rewards, table, table).true_gradient(table), wanted, atol=1e-7)
 
 
-def learner(**flags: Any) -> Any:
+def learner(kind: Any = m.UserLearner, **flags: Any) -> Any:
     """A learner of the tiny policy, with plain gradient steps: its updates are linear."""
     cfg = replace(CFG, **flags)
-    learned = m.UserLearner(m.HubPolicy(cfg, torch.float32), cfg)
+    learned = kind(m.HubPolicy(cfg, torch.float32), cfg)
     learned.optimizer = torch.optim.SGD(learned.policy.model.parameters(), 0.5)
     return learned
 
@@ -595,17 +612,20 @@ def test_equal_rewards_give_no_gradient_but_that_of_an_entropy_bonus() -> None:
 
 
 def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> None:
-    for scale in (0.1, 100.0):
-        one = learner(loss="reinforce", advantage="none")
+    for scale, kind in ((0.1, m.UserLearner), (100.0, m.UserLearner), (100.0, m.Learner)):
+        one = learner(kind, loss="reinforce", advantage="none")
         before = parameters(one)
         episodes = episodes_of(one)
         for episode in episodes:
             episode.rewards = [scale * reward for reward in episode.rewards]
-        (batch,) = batches_of(one, episodes)
-        logp, _ = one.policy.token_logprobs(batch.ids, batch.is_sampled)
+        loss = torch.zeros(())
+        for episode, advantage in zip(episodes, m.advantages_of(episodes, "none"), strict=True):
+            is_sampled = torch.tensor(episode.turn_of) > 0
+            ids = torch.tensor([episode.ids])
+            logp, _ = one.policy.token_logprobs(ids, is_sampled[None, 1:])
+            loss = loss - (torch.tensor(advantage)[is_sampled] * logp).sum()
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        loss = -(batch.advantage * logp).sum() / num_tokens  # rows without an advantage, too
-        grads = torch.autograd.grad(loss, list(one.policy.model.parameters()))
+        grads = torch.autograd.grad(loss / num_tokens, list(one.policy.model.parameters()))
         wanted = torch.nn.utils.parameters_to_vector(grads)
         norm = float(wanted.norm())
         assert (norm > 1) is (scale == 100)
@@ -1427,6 +1447,7 @@ def test_words_are_graded() -> None:
     assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
     assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
     assert task.grade("3, 4, 5", "3, 4") == 2 / 3 / 2
+    assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
 
 
 def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
