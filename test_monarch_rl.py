@@ -645,6 +645,9 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
         assert num_rows == (8 if entropy == 0 else 16)
         one.step(episodes)
         found.append(parameters(one))
+    one = learner()
+    one.penalty = lambda batch, logp: 0 * logp  # trains all rows, too
+    assert one.rows_to_train([[0.0], [1.0]]) == [0, 1]
     moved = float((found[1] - parameters(learner())).norm())
     assert moved > 1e-3
     assert float((found[0] - found[1]).norm()) < 1e-4 * moved
@@ -2469,6 +2472,9 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] > 0.3
     assert found[-1] == pytest.approx(0.0, abs=1e-6)
+    values = small.values(torch.tensor([[3, 4, 5], [3, 7, 5]]))  # before each token
+    assert torch.allclose(values[0, :2], values[1, :2])
+    assert not torch.allclose(values[0, 2], values[1, 2])
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
