@@ -248,7 +248,7 @@ def test_a_copy_that_fails_is_no_version_and_its_error_is_raised_once() -> None:
     writer.write = lambda slot: 1 / 0
     writer.publish(1)
     with pytest.raises(ZeroDivisionError):
-        writer.wait()
+        writer.publish(2)  # waits for the copy before
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
     published(writer, 2)
@@ -461,6 +461,23 @@ def test_no_token_outweighs_a_batch() -> None:
         assert float(gradient("decoupled", zero + moved, zero - 9, zero, good).abs()) == 0
 
 
+def test_decoupled_weighs_by_age_and_clips_what_this_batch_moved() -> None:
+    zero = torch.zeros(1)
+    for age, moved in itertools.product([-1.0, 0.0, 0.5, 3.0], [-0.5, 0.0, 0.1, 0.5]):
+        found = float(gradient("decoupled", zero + moved, zero - age, zero, torch.ones(1)))
+        wanted = -min(math.exp(age), 2) * math.exp(moved) if moved < 0.5 else 0
+        assert found == pytest.approx(wanted)
+
+
+def test_the_policy_before_a_batch_is_that_of_its_first_update() -> None:
+    one = learner(loss="decoupled")
+    batches = batches_of(one, episodes_of(one))
+    for _ in range(2):
+        one.update(batches)
+    for batch in batches:
+        assert torch.allclose(batch.prox_logprobs, batch.old_logprobs, atol=1e-5)
+
+
 def test_k3_is_never_negative_and_estimates_the_divergence() -> None:
     rng = torch.Generator().manual_seed(0)
     p, q = (torch.randn(64, generator=rng).log_softmax(-1) for _ in range(2))
@@ -492,10 +509,10 @@ def test_the_true_gradient_has_its_closed_form() -> None:
     assert torch.allclose(m.Bandit(rewards, table, table).true_gradient(table), wanted, atol=1e-7)
 
 
-def learner(**flags: Any) -> Any:
+def learner(kind: Any = m.UserLearner, **flags: Any) -> Any:
     """A learner of the tiny policy, with plain gradient steps: its updates are linear."""
     cfg = replace(CFG, **flags)
-    learned = m.UserLearner(m.HubPolicy(cfg, torch.float32), cfg)
+    learned = kind(m.HubPolicy(cfg, torch.float32), cfg)
     learned.optimizer = torch.optim.SGD(learned.policy.model.parameters(), 0.5)
     return learned
 
@@ -601,17 +618,20 @@ def test_equal_rewards_give_no_gradient_but_that_of_an_entropy_bonus() -> None:
 
 
 def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> None:
-    for scale in (0.1, 100.0):
-        one = learner(loss="reinforce", advantage="none")
+    for scale, kind in ((0.1, m.UserLearner), (100.0, m.UserLearner), (100.0, m.Learner)):
+        one = learner(kind, loss="reinforce", advantage="none")
         before = parameters(one)
         episodes = episodes_of(one)
         for episode in episodes:
             episode.rewards = [scale * reward for reward in episode.rewards]
-        (batch,) = batches_of(one, episodes)
-        logp, _ = one.policy.token_logprobs(batch.ids, batch.is_sampled)
+        loss = torch.zeros(())
+        for episode, advantage in zip(episodes, m.advantages_of(episodes, "none"), strict=True):
+            is_sampled = torch.tensor(episode.turn_of) > 0
+            ids = torch.tensor([episode.ids])
+            logp, _ = one.policy.token_logprobs(ids, is_sampled[None, 1:])
+            loss = loss - (torch.tensor(advantage)[is_sampled] * logp).sum()
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
-        loss = -(batch.advantage * logp).sum() / num_tokens  # rows without an advantage, too
-        grads = torch.autograd.grad(loss, list(one.policy.model.parameters()))
+        grads = torch.autograd.grad(loss / num_tokens, list(one.policy.model.parameters()))
         wanted = torch.nn.utils.parameters_to_vector(grads)
         norm = float(wanted.norm())
         assert (norm > 1) is (scale == 100)
@@ -631,6 +651,9 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
         assert num_rows == (8 if entropy == 0 else 16)
         one.step(episodes)
         found.append(parameters(one))
+    one = learner()
+    one.penalty = lambda batch, logp: 0 * logp  # trains all rows, too
+    assert one.rows_to_train([[0.0], [1.0]]) == [0, 1]
     moved = float((found[1] - parameters(learner())).norm())
     assert moved > 1e-3
     assert float((found[0] - found[1]).norm()) < 1e-4 * moved
@@ -891,6 +914,13 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     assert m.k3(recorded, recomputed).max() < 1e-10
 
 
+def test_a_later_turn_repeats_no_end_that_was_sampled() -> None:
+    for is_truncated, wanted in ((False, [7, 5, 8]), (True, [7, 5, 5, 8])):
+        episode = m.Episode(PROMPT, 0, [7, 5], [0, 1], [0.0, -1.0], ["a"], [is_truncated])
+        episode.add_prompt([5, 8])
+        assert episode.ids == wanted
+
+
 def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> None:
     policy = policy_of()
     prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
@@ -998,7 +1028,7 @@ def serve(monkeypatch: Any) -> Any:
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             children.append(child)
             mesh = types.SimpleNamespace(stop=lambda: asyncio.sleep(0))
-            mesh.spawn = lambda _, __, name, *___: FakeWorker(script, child, name)
+            mesh.spawn = lambda name, _: FakeWorker(script, child, name.rpartition("_")[0])
             return module.Processes(mesh, [child.pid])
 
         monkeypatch.setattr(module.Pool, "start", start)
@@ -1477,6 +1507,7 @@ def test_words_are_graded() -> None:
     assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
     assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
     assert task.grade("3, 4, 5", "3, 4") == 2 / 3 / 2
+    assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
 
 
 def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
@@ -1568,27 +1599,19 @@ def test_results_of_score() -> None:
 
 
 def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
-    async def later(value: Any) -> Any:
-        await asyncio.sleep(0)
-        if isinstance(value, Exception):
-            raise value
-        return value
+    async def fails() -> None:
+        raise KeyError("no g")
 
-    class Listed(m.Task):
-        def score(self, prompt: Any, responses: list[str]) -> Any:
-            result = results[responses[0]]
-            if isinstance(result, BaseException):
-                raise result
-            return later(result[0]) if isinstance(result, tuple) else result
-
-    monkeypatch.setattr(m, "user_task", lambda cfg: Listed())
-    results = {"a": 0.5, "b": ValueError("no b"), "c": None, "d": math.nan, "e": SystemExit(3)}
-    results |= {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}  # of coroutines
+    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "c": lambda: None}
+    results |= {"d": lambda: math.nan, "e": lambda: sys.exit(3), "g": fails}
+    results |= {"f": lambda: asyncio.sleep(0, 0.25), "h": lambda: asyncio.sleep(0)}
+    task = types.SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
+    monkeypatch.setattr(m, "user_task", lambda cfg: task)
     group = [(PROMPT, [response]) for response in results]
     scored = dict(zip(results, m.call_task(CFG, "score", group), strict=True))
     found = {response: text for response, text in scored.items() if not isinstance(text, str)}
     assert found == {"a": [0.5], "f": [0.25]}
-    assert "no b" in scored["b"]
+    assert "ZeroDivisionError" in scored["b"]
     assert Path(__file__).name in scored["b"]
 
 
@@ -2507,6 +2530,9 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] > 0.3
     assert found[-1] == pytest.approx(0.0, abs=1e-6)
+    values = small.values(torch.tensor([[3, 4, 5], [3, 7, 5]]))  # before each token
+    assert torch.allclose(values[0, :2], values[1, :2])
+    assert not torch.allclose(values[0, 2], values[1, 2])
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
@@ -2648,7 +2674,8 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     short = m.Prompt(0, (m.user_turn("a", "a"), m.user_turn("b", "b")))
     long = m.Prompt(1, (m.user_turn("a" * 40, "a"),))
     policy.context = 40 + 3 + policy.max_new_tokens  # the long one fits, before its response
-    episodes = m.rollout(policy, m.new_episodes([short, long], 2), 0)
+    longer = m.Prompt(2, (m.user_turn("a" * 41, "a"),))
+    episodes = m.rollout(policy, m.new_episodes([short, long, longer], 2), 0)
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
