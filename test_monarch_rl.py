@@ -944,7 +944,8 @@ def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any)
         published(writer, 0)
         prompts = [module.LetterTask(CFG.seed).prompt(0)]
         with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(generator.rollout, writer.handle, 2, prompts, 2, 0)
+            new = m.new_episodes(prompts, 2)
+            asked = thread.submit(generator.rollout, writer.handle, 2, new, 0)
             for version in (1, 2):
                 wait([asked], 0.5)
                 published(writer, version)
@@ -1267,10 +1268,10 @@ class FakeServices:
         if self.loses and self.rng.random() < 0.05:
             raise self.module.ReplicaLost("generator_0 has died")
         found = []
-        for episode in asked[::2]:
+        for prompt in {episode.prompt.number: episode.prompt for episode in asked}.values():
             if not (self.loses and self.rng.random() < 0.1):
                 row = (version, [1, 2], [0, 1], [0.0, -1.0], ["a"], [False])
-                found += [self.module.Episode(episode.prompt, *row) for _ in range(2)]
+                found += [self.module.Episode(prompt, *row) for _ in range(2)]
         return found
 
     async def score(self, groups: list[Any]) -> list[Any]:
@@ -1392,7 +1393,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Exception)
 def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episodes() -> None:
     class Services(FakeServices):
         async def rollout(self, *args: Any) -> Any:
-            asked.append((len(args[2]), args[4]))
+            asked.append((len(args[2]) // group_size, args[3]))
             return await super().rollout(*args)
 
         async def score(self, groups: list[Any]) -> list[Any]:
@@ -2149,7 +2150,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -
         m.restore(trainer, path)
         assert published.pop() == version
         if forgets:
-            m.forget_moments(trainer)
+            trainer.learner.optimizer.state.clear()
         trainer.learner.step(episodes)
         return parameters(trainer.learner)
 
