@@ -64,7 +64,7 @@ import inspect
 import json
 import math
 import mmap
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import random
@@ -3155,7 +3155,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 #
 #   UserProcess, in the worker --- prompts and responses ---> score_group, in its process
 #                              <-- rewards, or reasons ------
-#                              --- SIGKILL, when too late --> and its children
+#                              --- SIGKILL, when too late --> and all that it has started
 
 
 @dataclass
@@ -3172,9 +3172,9 @@ class UserProcess:
             if not self.pid:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
-                self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-                # First, so that `kill` works at any time.
-                self.pid = self.executor.submit(os.getpid).result()
+                self.executor = ProcessPoolExecutor(1, spawn, guard)
+                # First, so that `kill` works at any time. Imports may take a minute.
+                self.pid = self.executor.submit(os.getpid).result(60)
             # A bound future's traceback would keep this frame, and so the process, alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
         except TimeoutError:
@@ -3192,21 +3192,26 @@ class UserProcess:
     __del__ = kill  # `release` deletes this object
 
 
-def lead_process_group() -> None:
-    """Makes this process lead a group that is killed when the parent ends."""
-    os.setpgid(0, 0)  # children join the group
-    # As in a plain script: imports from the current folder; fork.
-    environ.pop("PYTHONSAFEPATH", None)
-    multiprocessing.set_start_method("fork", force=True)
-    # The kernel kills the group when the parent ends, even if C code holds the GIL.
-    parent: Any = multiprocessing.parent_process()
-    group = -os.getpid()
-    settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
-    for name, value in settings.items():
-        fcntl.fcntl(parent.sentinel, name, value)
-    # The parent may have ended earlier.
-    if not parent.is_alive():
-        kill_group(0)  # its own
+def guard() -> None:
+    """Forks, and returns in the child. The parent kills all descendants at the end."""
+    os.setpgid(0, 0)  # outlives the worker
+    # PR_SET_CHILD_SUBREAPER: orphans, of any session, become children of the guard.
+    ctypes.CDLL(None).prctl(36, 1)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        # As in a plain script: imports from the current folder; any start method.
+        environ.pop("PYTHONSAFEPATH", None)
+        multiprocessing.set_start_method(None, force=True)
+        return
+    worker: Any = multiprocessing.parent_process()
+    multiprocessing.connection.wait([worker.sentinel, os.pidfd_open(child)])
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+        os.wait()
+    os._exit(0)
 
 
 def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
