@@ -3699,10 +3699,12 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # A reward function that always raises would never end the run.
-        if self.num_fruitless == 20:
+        # A reward function that always raises would never end the run. If the evaluation of version
+        # 0 had no reward either, one request is enough.
+        has_scored = self.version or None not in dict(self.progress.heldout).values()
+        if self.num_fruitless == (20 if has_scored else 1):
             reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
+            raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
 
     def note_error(self, reason: str) -> None:
