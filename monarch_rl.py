@@ -3096,10 +3096,10 @@ def load_python(spec: str) -> Any:
     # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # For `add_user_folder`; a task's folder replaces that of --reward.
+    # For `add_user_folder`.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
-    # For a user's random.py the import returns Python's module.
+    # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     loaded = getattr(module, name, None)
@@ -3173,7 +3173,7 @@ class UserProcess:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
-                # First, so that `kill` works at any time. Imports may take a minute.
+                # First, for `kill`; imports take long.
                 self.pid = self.executor.submit(os.getpid).result(60)
             # A bound future's traceback would keep this frame, and so the process, alive.
             return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
@@ -3195,12 +3195,12 @@ class UserProcess:
 def guard() -> None:
     """Forks, and returns in the child. The parent kills all descendants at the end."""
     os.setpgid(0, 0)  # outlives the worker
-    # PR_SET_CHILD_SUBREAPER: orphans, of any session, become children of the guard.
+    # PR_SET_CHILD_SUBREAPER: orphans become its children.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a plain script: imports from the current folder; any start method.
+        # As in a plain script: imports from here, and any start method.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3237,7 +3237,7 @@ def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
 
 @cache
 def runner() -> asyncio.Runner:
-    """Returns one Runner: clients kept across calls need one event loop."""
+    """Returns one Runner: kept clients need one event loop."""
     return asyncio.Runner()
 
 
@@ -3260,11 +3260,8 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
     for part in result:
         if isinstance(part, BaseException):
             raise part
-    try:
-        rewards = [float(reward) for reward in result]
-    except (TypeError, ValueError):
-        rewards = []
-    # Far below 3.4e38: sums must be finite in float32.
+    rewards = [float(reward) for reward in result]
+    # Sums must be finite in float32.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
@@ -3699,11 +3696,10 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # A reward function that always raises would never end the run. If the evaluation of version
-        # 0 had no reward either, one request is enough.
+        # The reward function may always raise. Before the first reward, one request is enough.
         has_scored = self.version or None not in dict(self.progress.heldout).values()
         if self.num_fruitless == (20 if has_scored else 1):
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
+            reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
 
@@ -4902,6 +4898,11 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
+    # "rewards.py:score" -> "/home/me/rewards.py"
+    inputs = (cfg.model, cfg.task, cfg.reward, cfg.preferences)
+    inputs = {Path(each.rsplit(":", 1)[0]).resolve() for each in inputs if each}
+    outputs = (cfg.log, cfg.json, cfg.report, cfg.export)
+    outputs = [Path(each).resolve() for each in outputs if each]
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4918,13 +4919,13 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
-        "--task: not an output, too": cfg.task not in (cfg.log, cfg.json, cfg.report),
+        "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields what cannot be read or written. Creates folders."""
+    """Yields what cannot be read or written."""
     # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     model = cfg.model if is_path else ""
@@ -4934,7 +4935,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
         yield "--hosts: no --worker there"
-    is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
+    is_read = cfg.checkpoint and not cfg.train
     if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
         yield "--checkpoint: nothing saved there"
 

@@ -1352,7 +1352,8 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
     assert json.loads(line) == run.progress.rows[0]
 
 
-def test_a_run_that_earns_nothing_ends() -> None:
+@pytest.mark.parametrize(("accuracy", "num"), [(None, 1), (0.0, 20)])
+def test_a_run_that_earns_nothing_ends(accuracy: float | None, num: int) -> None:
     class Dead(FakeServices):
         async def request(self, *_: Any) -> Any:
             raise m.ReplicaLost("generator_0 has died")
@@ -1360,9 +1361,11 @@ def test_a_run_that_earns_nothing_ends() -> None:
     for loop in (lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)):
 
         async def train(loop: Any = loop) -> None:
-            await asyncio.wait_for(loop(run_of(m, CFG, Dead(m, 0, False))), 60)
+            run = run_of(m, CFG, Dead(m, 0, False))
+            run.progress.heldout.append((0, accuracy))
+            await asyncio.wait_for(loop(run), 60)
 
-        with pytest.raises(m.RunError, match="generator_0 has died"):
+        with pytest.raises(m.RunError, match=rf"^{num} requests .*generator_0 has died"):
             asyncio.run(train())
 
 
@@ -1676,7 +1679,7 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 USER_REWARDS = """
-import asyncio, concurrent.futures, json, os, signal, subprocess, time
+import asyncio, concurrent.futures, json, multiprocessing, os, signal, subprocess, time
 def alarm():
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 5)
@@ -1706,7 +1709,8 @@ stuck = lambda: sum(range(10**12))  # other threads of Python do not run meanwhi
 run = lambda: asyncio.run(asyncio.sleep(0, 0.5))
 coroutine = lambda: asyncio.sleep(0, 0.75)
 pool = lambda: in_pool(double, 0.5)
-child = lambda: subprocess.Popen(["sleep", "1000"]) and 0.125
+child = lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True) and 0.125
+method = lambda: multiprocessing.set_start_method("spawn") or 0.625
 dies = lambda: os._exit(3)
 hangs = lambda: in_pool(time.sleep, 1000)
 reward = lambda prompt, response, answer: globals()[response]()
@@ -1738,7 +1742,8 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
-    names += ["library", "dies", "alarm", "hangs", "pool", "child"]
+    names += ["library", "dies", "method", "alarm", "hangs", "pool", "child"]
+    wanted |= {"method": 0.625}  # only once in a process, and first
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
     # One request for each group, and one for each process: the first, after a death, after a hang.
@@ -1753,6 +1758,18 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     assert sum("sleep 1000" in line for line in left(mark, 1)) == 1
     m.release(worker)
     assert left(mark) == []
+
+
+def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> None:
+    class Stopped:
+        def submit(self, *_: Any) -> Any:
+            return self
+
+        def result(self, limit_s: float) -> Any:
+            raise TimeoutError
+
+    monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
+    assert m.UserProcess(CFG)([(m.Prompt(0, ()), ["a"])] * 2) == ["no reward within 60 s"] * 2
 
 
 PARENT = """
@@ -1837,6 +1854,21 @@ def test_mistakes_are_told_as_requirements() -> None:
         (told,) = m.mistakes_in(cfg)
         assert told.startswith("--preferences and --ask-every: with --reward model")
     assert [*m.mistakes_in(replace(cfg, reward="model"))] == []
+
+
+def test_an_output_is_no_input(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(data_file(tmp_path))
+    spec = f"{tmp_path}/own.py:reward"
+    cfg = replace(CFG, train=True, model=str(tmp_path), task=str(tmp_path / "data.jsonl"))
+    for path, flag in {
+        "link": "log",
+        "./data.jsonl": "json",
+        "own.py": "report",
+        "": "export",
+    }.items():
+        changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
+        assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
+    assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
 
 
 @pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
