@@ -3456,12 +3456,15 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
         write_durably(Path(path), state)
 
 
-def write_durably(path: Path, state: Record) -> None:
+def write_durably(path: Path, content: Record | str) -> None:
     """Replaces a file, which at any time has the old or the new content."""
-    beside = path.with_name("new")
+    beside = path.with_name(path.name + ".new")
     try:
         with open(beside, "wb") as file:
-            torch.save(state, file)
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -3564,8 +3567,10 @@ async def demo_recovery(report: Report) -> None:
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
-    if cfg.train:
-        save_flags(cfg, checkpoints.folder)
+    work = partial(do_command, checkpoints, cfg)
+    model = checkpoints.folder.resolve() / "model"
+    if model.is_dir():  # version 0, which has had its supervised steps
+        cfg = replace(cfg, model=str(model), sft_steps=0)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
@@ -3573,11 +3578,14 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
     folders = (report.folder, checkpoints.folder.resolve())
     make_run = partial(UserRun, cfg, report.pool, *folders, hosts)
-    return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
+    return await with_restarts(checkpoints, make_run, work)
 
 
-async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
+async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
+    """flags: to be saved, now that the run has begun."""
     cfg = run.cfg
+    if cfg.train:
+        save_flags(flags, checkpoints.folder)
     start_s = time.time()
     first = run.version
     # A resumed run takes version 0 as --model.
@@ -3952,28 +3960,27 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
     report""".split()
 
 
-def with_saved_flags(given: Record) -> Record:
-    """Adds the flags of --checkpoint. A saved version 0 replaces --model."""
-    folder = Path(given.get("checkpoint") or os.devnull).resolve()
-    if not (folder / "flags.json").is_file():  # as in /dev/null
+def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
+    """Adds the flags of --checkpoint, which are checked like given ones."""
+    folder = given.get("checkpoint", "")
+    file = Path(folder, "flags.json")
+    if not folder:
         return given
-    flags = json.loads((folder / "flags.json").read_text())
-    saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    # Version 0 has had its supervised steps.
-    model = {"model": str(folder / "model"), "sft_steps": 0}
-    return saved | given | (model if (folder / "model").is_dir() else {})
+    if not file.exists():
+        if "train" in given and given.keys() & {"model", "task"}:
+            return given
+        raise UsageError(
+            f"--checkpoint {folder}: nothing saved there; a new run: --model or --task"
+        )
+    flags = called(str(file), lambda: json.loads(file.read_text("utf-8-sig")).items())
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
+    saved, _ = called(str(file), parser.parse_known_args, arguments)
+    return vars(saved) | given
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
-    for name in ("model", "task", "reward", "preferences"):
-        # "repeat" is a name; "rewards.py:score" is a path.
-        is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
-        if is_file or (name == "model" and os.path.isdir(flags[name])):
-            flags[name] = os.path.abspath(flags[name])
-    (folder / "flags.new").write_text(json.dumps(flags, indent=1))
-    os.replace(folder / "flags.new", folder / "flags.json")
+    write_durably(folder / "flags.json", json.dumps(flags, indent=1))
 
 
 # -- warm processes ---
@@ -4843,8 +4850,14 @@ def read_flags(argv: list[str] | None) -> Flags:
         name = unknown[0].partition("=")[0]
         raise UsageError(f"unknown: {name}; see {RENAMED.get(name, '--help')}")
 
+    given = vars(known)
+    for name in given.keys() & {"model", "task", "reward", "preferences"}:
+        # "repeat" is a name; "rewards.py:score" is a path.
+        is_file = re.search(r"\.(jsonl|py:\w+)$", given[name])
+        if is_file or (name == "model" and os.path.isdir(given[name])):
+            given[name] = os.path.realpath(given[name])
     # Paths last, because trying them creates folders.
-    cfg = Flags(**with_saved_flags(vars(known)))
+    cfg = Flags(**with_saved_flags(given, parser))
     for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
         raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
@@ -4928,16 +4941,14 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written."""
     # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    model = cfg.model if is_path else ""
+    is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
+    model = cfg.model if is_path and not is_saved else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""
     for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
         yield "--hosts: no --worker there"
-    is_read = cfg.checkpoint and not cfg.train
-    if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
-        yield "--checkpoint: nothing saved there"
 
     try:
         for folder in (cfg.export, cfg.checkpoint):
@@ -5025,7 +5036,7 @@ def main(argv: list[str] | None = None) -> int:
         # The owner handles faults (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
-    except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
+    except (UsageError, argparse.ArgumentError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:

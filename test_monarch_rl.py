@@ -1899,6 +1899,22 @@ def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
     assert [re.search(r"\] (\w+):", line)[1] for line in lines] == list(m.STAGES)
 
 
+SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
+
+
+def test_saved_flags_are_checked_like_given_ones(tmp_path: Path) -> None:
+    file = tmp_path / "flags.json"
+    words = ["--train", "--checkpoint", str(tmp_path), "--kl", "0.5"]
+    with pytest.raises(m.UsageError, match="nothing saved there"):
+        m.read_flags(words)
+    file.write_text('\ufeff{"steps": 7, "kl": 0.1, "of_old": 1}')
+    assert (m.read_flags(words).steps, m.read_flags(words).kl) == (7, 0.5)
+    for text in SAVED:
+        file.write_text(text)
+        with pytest.raises(m.UsageError, match=str(file)):
+            m.read_flags(words)
+
+
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")  # its context has 128 tokens
     for words in ("--max-new-tokens 9999 --generators 1", "--task none.jsonl"):
@@ -2264,8 +2280,10 @@ class Struck:
 def strike_at_random(folder: Path, seed: int, num_faults: int, num_steps: int) -> tuple[int, str]:
     """A whole run, of which a random child is killed or stopped every 1 to 6 seconds."""
     rng = random.Random(seed)
-    words = f"--train --steps {num_steps} --checkpoint RUN --save-every 10 --eval-prompts 8"
-    command = Struck(folder, words + f" --sft-steps 20 --json out.json --seed {seed}")
+    words = f"--train --task repeat --steps {num_steps} --checkpoint RUN --save-every 10"
+    command = Struck(
+        folder, words + f" --eval-prompts 8 --sft-steps 20 --json out.json --seed {seed}"
+    )
     command.until("starting")
     num_struck = 0
     while num_struck < num_faults and command.process.poll() is None:
@@ -2288,8 +2306,8 @@ def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) 
 def cut_and_resumed(folder: Path, seed: int) -> tuple[list[Any], list[Any]]:
     """The weights of a synchronous run, and of one whose main process is killed at random."""
     rng = random.Random(seed)
-    words = f"--train --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8 --seed {seed}"
-    words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
+    words = f"--train --task repeat --max-staleness 0 --steps 16 --save-every 3 --seed {seed}"
+    words += " --eval-prompts 8 --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
     found = []
     for name in ("whole", "cut"):
         command = Struck(folder, f"{words} --checkpoint {name} --export {name}_model")
