@@ -3091,8 +3091,10 @@ def load_python(spec: str) -> Any:
     """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
-    if not (path.endswith(".py") and file.is_file()):
+    if not path.endswith(".py"):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file")
     # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
@@ -3102,9 +3104,9 @@ def load_python(spec: str) -> Any:
     # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    loaded = getattr(module, name, None)
+    loaded = called(spec, getattr, module, name)
     if not callable(loaded):
-        raise UsageError(f"{spec}: not callable")
+        raise UsageError(f"{spec}: not callable: {loaded!r}")
     return loaded
 
 
@@ -3138,7 +3140,11 @@ def user_task(cfg: Flags) -> Task:
 
 @cache
 def make_task(name: str, reward: str, seed: int) -> Task:
-    scorer = load_python(reward) if reward not in ("", "model") else None
+    scorer = None
+    if reward not in ("", "model"):
+        scorer = load_python(reward)
+        bind = inspect.signature(scorer).bind
+        called(f"--reward {reward}: not (prompt, response, answer)", bind, 1, 2, 3)
     if name in ("repeat", "count", "pattern"):
         return UserTask(WordTask(name, seed), scorer)
     if not name.endswith(".jsonl"):
@@ -4819,7 +4825,26 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batch"}
+# The names in older versions, TRL and Hugging Face.
+RENAMED = dict(
+    line.split(": ")
+    for line in """--passes: --epochs
+--tokens-per-pass: --tokens-per-micro-batch
+--learning-rate: --lr
+--num-generations: --group-size
+--max-completion-length: --max-new-tokens
+--per-device-train-batch-size: --prompts-per-step
+--gradient-accumulation-steps: --tokens-per-micro-batch
+--num-iterations: --epochs
+--num-train-epochs: --steps
+--max-steps: --steps
+--beta: --kl
+--bf16: --dtype
+--dataset: --task
+--reward-funcs: --reward
+--output-dir: --checkpoint
+--resume-from-checkpoint: --checkpoint""".splitlines()
+)
 
 
 def read_flags(argv: list[str] | None) -> Flags:
@@ -4847,7 +4872,7 @@ def read_flags(argv: list[str] | None) -> Flags:
         )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0]
+        name = unknown[0].partition("=")[0].replace("_", "-")
         raise UsageError(f"unknown: {name}; see {RENAMED.get(name, '--help')}")
 
     given = vars(known)
@@ -4932,6 +4957,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
+        "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
         "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]

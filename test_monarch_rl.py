@@ -1518,15 +1518,23 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
-    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
+    text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
+    code.write_text(text + "trl = lambda prompts, completions, **columns: []")
     assert m.load_python(f"{code}:f")() == 7
     wrong = tmp_path / "user_wrong.py"
     wrong.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
         m.load_python(f"{wrong}:f")
-    for spec in (f"{code}:g", f"{code}", f"{tmp_path}/none.py:f", "user_code:f"):
-        with pytest.raises(m.UsageError):
+    specs = {
+        f"{code}:g": "no attribute",
+        f"{code}:none": "not callable: None",
+        "x:f": "FILE.py:NAME",
+    }
+    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no such file"}).items():
+        with pytest.raises(m.UsageError, match=told):
             m.load_python(spec)
+    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
+        m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
@@ -1828,6 +1836,8 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
     for word, wanted in (
         ("--passes=2", "--epochs"),
         ("--tokens-per-pass", "--tokens-per-micro-batch"),
+        ("--learning_rate=1", "--lr"),
+        ("--num-generations", "--group-size"),
         ("--max-stalenes", "--help"),
     ):
         assert m.main([word, "2"]) == 2
@@ -1844,7 +1854,8 @@ def test_mistakes_are_told_as_requirements() -> None:
         ({"lr": math.inf}, ["--lr: at least 0, and finite"]),
         ({"group_size": 1}, ["--group-size: at least 2, for this --advantage"]),
         ({"group_size": 1, "advantage": "critic"}, []),
-        ({"trainers": 2, "device": "cuda"}, ["--trainers: 1 on a GPU, and with a critic"]),
+        ({"device": "cuda"}, ["--device cuda: without a GPU"][torch.cuda.is_available() :]),
+        ({"trainers": 2, "advantage": "critic"}, ["--trainers: 1 on a GPU, and with a critic"]),
         ({"trainers": 17}, ["--prompts-per-step: at least --trainers"]),
         ({"task": "count"}, ["--reward, and a --task other than repeat: with --model"]),
     ):
