@@ -2298,10 +2298,10 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
-def make_scorer(cfg: Config) -> Callable[[Conversations], Rewards]:
-    """Returns the reward function of a group. It calls task.score for each episode."""
+def make_scorer(cfg: Config) -> Callable[[list[Conversations]], list[Rewards]]:
+    """Returns the reward function of groups. It calls task.score for each episode."""
     task = LetterTask(cfg.seed)
-    return lambda group: [task.score(prompt, responses) for prompt, responses in group]
+    return lambda groups: [[task.score(*episode) for episode in group] for group in groups]
 
 
 class Trainer(Worker):
@@ -2357,10 +2357,10 @@ class Generator(Worker):
 
 class RewardWorker(Worker):
     def setup(self, number: int, cfg: Config, make_scorer: Callable[[Config], Any]) -> None:
-        self.score_group = make_scorer(cfg)
+        self.scorer = make_scorer(cfg)
 
     def score(self, groups: list[Conversations]) -> list[Rewards]:
-        return [self.score_group(group) for group in groups]
+        return self.scorer(groups)
 
 
 # -- 11c. A run ---
@@ -3159,20 +3159,31 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 # -- the reward process ---
 #
-#   UserProcess, in the worker --- prompts and responses ---> score_group, in its process
+#   UserProcess, in the worker --- prompts and responses ---> score_groups, in its process
 #                              <-- rewards, or reasons ------
 #                              --- SIGKILL, when too late --> and all that it has started
 
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread, as signal handlers need."""
+    """Runs the user's code in a main thread, as signal handlers need.
+
+    Groups of plain functions are scored one after another, and each gets --reward-deadline.
+    Coroutines of all groups run together, and each coroutine gets it.
+    """
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
     pid: int | None = None  # also of its process group; None: no process
 
-    def __call__(self, conversations: Conversations) -> Rewards:
+    def __call__(self, groups: list[Conversations]) -> list[Rewards]:
+        rewards: list[Rewards] = []
+        while len(rewards) < len(groups):
+            rewards += self.score(groups[len(rewards) :])
+        return rewards
+
+    def score(self, groups: list[Conversations]) -> list[Rewards]:
+        """Returns the rewards of at least the first group."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3181,14 +3192,15 @@ class UserProcess:
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 # First, for `kill`; imports take long.
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # A bound future's traceback would keep this frame, and so the process, alive.
-            return self.executor.submit(score_group, self.cfg, conversations).result(limit_s)
+            # A bound future's traceback would keep this frame, and so the process, alive. Late
+            # coroutines are told within 2 s.
+            return self.executor.submit(score_groups, self.cfg, groups).result(limit_s + 2)
         except TimeoutError:
             reason = f"no reward within {limit_s:g} s"
-        except Exception as error:  # the process died, or cannot load the task
+        except Exception as error:  # the process died
             reason = f"the reward function: {place_of(error)}"
         self.kill()  # the next group gets a new process
-        return [reason] * len(conversations)
+        return [[reason] * len(groups[0])]
 
     def kill(self) -> None:
         if self.pid:
@@ -3220,25 +3232,34 @@ def guard() -> None:
     os._exit(0)
 
 
-def score_group(cfg: Flags, conversations: Conversations) -> Rewards:
-    """Calls task.score for each episode. Coroutines run concurrently."""
-    task = user_task(cfg)
-    # Copies: the user's code may change a prompt.
-    results = []
-    for prompt, responses in conversations:
-        try:
-            results.append(task.score(copy.deepcopy(prompt), responses))
-        except BaseException as error:  # SystemExit, too
-            results.append(error)
+def score_groups(cfg: Flags, groups: list[Conversations]) -> list[Rewards]:
+    """Returns the rewards of the first groups, up to the first one without a coroutine."""
+    results: list[Any] = []
+    for group in groups:
+        results.append([result_of(cfg, *episode) for episode in group])
+        if not is_awaitable(results[-1]):
+            break
     # Last, because inside a loop asyncio.run in a plain call would fail.
-    results = runner().run(awaited(results))
-    rewards: Rewards = []
-    for (prompt, _), result in zip(conversations, results):
-        try:
-            rewards.append(rewards_from(result, len(prompt.turns)))
-        except BaseException as error:
-            rewards.append(place_of(error))
-    return rewards
+    results = runner().run(awaited(results, cfg.reward_deadline))
+    return [
+        [rewards_from(result, len(prompt.turns)) for (prompt, _), result in zip(group, each)]
+        for group, each in zip(groups, results)
+    ]
+
+
+def result_of(cfg: Flags, prompt: Prompt, responses: list[str]) -> Any:
+    """Returns what task.score returns or raises."""
+    try:
+        # A copy: the user's code may change a prompt.
+        return user_task(cfg).score(copy.deepcopy(prompt), responses)
+    except BaseException as error:  # SystemExit, too
+        return error
+
+
+def is_awaitable(result: Any) -> bool:
+    if isinstance(result, list):
+        return any(is_awaitable(each) for each in result)
+    return inspect.isawaitable(result)
 
 
 @cache
@@ -3247,29 +3268,33 @@ def runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-async def awaited(result: Any) -> Any:
+async def awaited(result: Any, limit_s: float) -> Any:
     """Awaits one coroutine or a list. Returns exceptions as results."""
     if isinstance(result, list):
-        return await gather(*[awaited(each) for each in result])
+        return await gather(*[awaited(each, limit_s) for each in result])
     try:
-        return await result if inspect.isawaitable(result) else result
+        return await wait_for(result, limit_s) if inspect.isawaitable(result) else result
     except BaseException as error:
         return error
 
 
-def rewards_from(result: Any, num_turns: int) -> list[float]:
-    if hasattr(result, "tolist"):  # tensor or array
-        result = result.tolist()
-    # A single number is the reward of the last turn.
-    if not isinstance(result, (list, tuple)):
-        result = [0.0] * (num_turns - 1) + [result]
-    for part in result:
-        if isinstance(part, BaseException):
-            raise part
-    rewards = [float(reward) for reward in result]
-    # Sums must be finite in float32.
-    if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
-        raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
+def rewards_from(result: Any, num_turns: int) -> list[float] | str:
+    """Returns the rewards of an episode, or the reason why there are none."""
+    try:
+        if hasattr(result, "tolist"):  # tensor or array
+            result = result.tolist()
+        # A single number is the reward of the last turn.
+        if not isinstance(result, (list, tuple)):
+            result = [0.0] * (num_turns - 1) + [result]
+        for part in result:
+            if isinstance(part, BaseException):
+                raise part
+        rewards = [float(reward) for reward in result]
+        # Sums must be finite in float32.
+        if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
+            raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
+    except BaseException as error:
+        return place_of(error)
     return rewards
 
 
@@ -3908,7 +3933,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
-def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
+def user_scorer(cfg: Flags, folder: Path) -> Callable[[list[Conversations]], list[Rewards]]:
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -3918,7 +3943,9 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[Conversations], Rewards]:
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
     # Held-out scores of the task show exploitation of the model.
-    return lambda group: (by_task if group[0][0].is_held_out else model)(group)
+    return lambda groups: (
+        by_task(groups) if groups[0][0][0].is_held_out else [model(group) for group in groups]
+    )
 
 
 # -- supervised steps ---

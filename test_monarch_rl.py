@@ -1559,8 +1559,7 @@ def test_results_of_score() -> None:
     for result, rewards in RESULTS:
         assert m.rewards_from(result, 2) == rewards
     for result in NO_REWARDS:
-        with pytest.raises((ValueError, TypeError, LookupError)):
-            m.rewards_from(result, 2)
+        assert isinstance(m.rewards_from(result, 2), str)
 
 
 def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
@@ -1582,13 +1581,34 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     for extra in ({}, {"f": (0.25,), "g": (KeyError("no g"),), "h": (None,)}):
         results |= extra
         group = [(m.Prompt(0, (m.user_turn("p", 1),)), [response]) for response in results]
-        scored = dict(zip(results, m.score_group(CFG, group), strict=True))
+        (rewards,) = m.score_groups(CFG, [group])
+        scored = dict(zip(results, rewards, strict=True))
         wanted = {"a": [0.5], "f": [0.25]}
         for response, rewards in scored.items():
             assert rewards == wanted[response] if response in wanted else rewards
             assert isinstance(rewards, str) is (response not in wanted)
         assert "no b" in scored["b"]
         assert Path(__file__).name in scored["b"]
+
+
+def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
+    async def meet(response: str) -> float:
+        if response == "late":
+            await asyncio.sleep(1000)
+        await asyncio.wait_for(barrier.wait(), 10)  # all other groups are here, too
+        return 0.5
+
+    class Judged(m.Task):
+        def score(self, prompt: Any, responses: list[str]) -> Any:
+            return [meet(responses[0])]
+
+    barrier = asyncio.Barrier(3)
+    monkeypatch.setattr(m, "user_task", lambda cfg: Judged())
+    prompt = m.Prompt(0, (m.user_turn("p", 1),))
+    groups = [[(prompt, [response])] for response in ("a", "late", "b", "c")]
+    found = m.score_groups(replace(CFG, reward_deadline=2.0), groups)
+    assert [found[0], *found[2:]] == [[[0.5]]] * 3
+    assert found[1] == ["TimeoutError"]
 
 
 def test_a_reward_function_is_called_turn_by_turn() -> None:
@@ -1623,7 +1643,8 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
 def rewards_of_both(cfg: m.Config, answer: Any) -> list[Any]:
     """The rewards of the right answer to a prompt, and of a wrong one."""
     prompt = m.user_task(cfg).prompt(7)
-    return m.score_group(cfg, [(prompt, [response]) for response in (answer(prompt), "none")])
+    group = [(prompt, [response]) for response in (answer(prompt), "none")]
+    return m.score_groups(cfg, [group])[0]
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
@@ -1754,8 +1775,9 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     wanted |= {"method": 0.625}  # only once in a process, and first
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     found = worker.score([[(prompt, [name])] for name in names])
-    # One request for each group, and one for each process: the first, after a death, after a hang.
-    assert Counter(sent) == {m.score_group: len(names), os.getpid: 3}
+    # One request for each group, but those after coroutines; one for each process: the first, after
+    # a death, after a hang.
+    assert Counter(sent) == {m.score_groups: len(names) - 3, os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
@@ -1777,7 +1799,8 @@ def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> N
             raise TimeoutError
 
     monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
-    assert m.UserProcess(CFG)([(m.Prompt(0, ()), ["a"])] * 2) == ["no reward within 60 s"] * 2
+    groups = [[(m.Prompt(0, ()), ["a"])]] * 2
+    assert m.UserProcess(CFG)(groups) == [["no reward within 60 s"]] * 2
 
 
 PARENT = """
@@ -1788,8 +1811,8 @@ if __name__ == "__main__":
     cfg = m.Flags(model="x", task=sys.argv[2], reward=sys.argv[3])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     score = m.UserProcess(cfg)
-    print(score([(prompt, ["child"])]), flush=True)
-    score([(prompt, ["stuck"])])
+    print(score([[(prompt, ["child"])]]), flush=True)
+    score([[(prompt, ["stuck"])]])
 """
 
 
@@ -1804,7 +1827,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert worker.stdout.readline() == "[[0.125]]\n"
+    assert worker.stdout.readline() == "[[[0.125]]]\n"
     until(lambda: any("sleep 1000" in line for line in left(mark, 1)))  # after its exec
     time.sleep(1)  # the next one is stuck
     worker.kill()
@@ -2450,12 +2473,12 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
     task: Any = types.SimpleNamespace(task=None)
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
-    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda group: "task")
+    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda groups: ["task"])
     monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
     score = m.user_scorer(replace(CFG, reward="model"), Path("."))
     prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(50)]
-    scored = {prompt.is_held_out: score([(prompt, [])]) for prompt in prompts}
-    assert scored == {True: "task", False: "model"}
+    scored = {prompt.is_held_out: score([[(prompt, [])]]) for prompt in prompts}
+    assert scored == {True: ["task"], False: ["model"]}
 
 
 # == hosts =========================================================================================
