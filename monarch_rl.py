@@ -4007,8 +4007,15 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
         )
     flags = called(str(file), lambda: json.loads(file.read_text("utf-8-sig")).items())
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
-    saved, _ = called(str(file), parser.parse_known_args, arguments)
-    return vars(saved) | given
+    saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
+    flags = saved | given
+    # Steps have been made with these three.
+    for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
+        if "train" in given and any(Path(folder).glob("step_*.pt")):
+            raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
+    inherited = flags.items() - given.items() - asdict(Flags()).items()
+    print(f"{file}:", *[f"--{name}={value}" for name, value in sorted(inherited)])
+    return flags
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
@@ -4829,7 +4836,7 @@ def write_page(path: str, runs: list[Record]) -> None:
         for name, values in run["lanes"].items():
             page += picture(name, values) if values else ""
         page += "</section>\n"
-    Path(path).write_text(page, encoding="utf-8")
+    write_durably(Path(path), page)
 
 
 # == THE COMMAND LINE ====
@@ -4853,9 +4860,10 @@ ENDING = [
     if signal.getsignal(number) != signal.SIG_IGN
 ]
 # The names in older versions, TRL and Hugging Face.
-RENAMED = dict(
-    line.split(": ")
-    for line in """--passes: --epochs
+RENAMED: dict[str, str] = dict(
+    re.findall(
+        r"(\S+): (\S+)",
+        """--passes: --epochs
 --tokens-per-pass: --tokens-per-micro-batch
 --learning-rate: --lr
 --num-generations: --group-size
@@ -4870,7 +4878,8 @@ RENAMED = dict(
 --dataset: --task
 --reward-funcs: --reward
 --output-dir: --checkpoint
---resume-from-checkpoint: --checkpoint""".splitlines()
+--resume-from-checkpoint: --checkpoint""",
+    )
 )
 
 
@@ -4960,7 +4969,6 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             if not 0 <= value < math.inf or not (value or may_be_0):
                 least = "at least" if may_be_0 else "above"
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
-
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
     # "rewards.py:score" -> "/home/me/rewards.py"
@@ -4985,6 +4993,9 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
         "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
+        "--json and --report: files": all(
+            os.path.isfile(each) or not os.path.exists(each) for each in (cfg.json, cfg.report)
+        ),
         "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
@@ -5008,9 +5019,11 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
             if folder:
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-        for file in (cfg.log, cfg.json, cfg.report):
-            if file:
-                open(file, "a").close()
+        if cfg.log:
+            open(cfg.log, "a").close()
+        # Files that are written at the end: no empty one is left.
+        for file in {cfg.json, cfg.report} - {""}:
+            tempfile.TemporaryFile(dir=Path(file).parent).close()
     except OSError as error:
         yield str(error)
 
@@ -5043,7 +5056,7 @@ async def run_command(cfg: Flags) -> int:
         await pool.close()
     if cfg.json:
         text = json.dumps({"stages": report.stages, "train": train}, indent=1)
-        Path(cfg.json).write_text(text)
+        write_durably(Path(cfg.json), text)
     return 1 if report.failed() else 0
 
 

@@ -1903,6 +1903,8 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
         changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
         assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
     assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
+    assert [*m.mistaken_paths(replace(cfg, json=str(tmp_path / "new")))] == []
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
@@ -1936,13 +1938,17 @@ def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
 SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
 
 
-def test_saved_flags_are_checked_like_given_ones(tmp_path: Path) -> None:
+def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "flags.json"
     words = ["--train", "--checkpoint", str(tmp_path), "--kl", "0.5"]
     with pytest.raises(m.UsageError, match="nothing saved there"):
         m.read_flags(words)
     file.write_text('\ufeff{"steps": 7, "kl": 0.1, "of_old": 1}')
     assert (m.read_flags(words).steps, m.read_flags(words).kl) == (7, 0.5)
+    assert f"{file}: --steps=7\n" in capsys.readouterr().out
+    (tmp_path / "step_00000001.pt").touch()
+    with pytest.raises(m.UsageError, match="--task: the run"):
+        m.read_flags([*words, "--task", "count"])
     for text in SAVED:
         file.write_text(text)
         with pytest.raises(m.UsageError, match=str(file)):
