@@ -3143,8 +3143,8 @@ def make_task(name: str, reward: str, seed: int) -> Task:
     scorer = None
     if reward not in ("", "model"):
         scorer = load_python(reward)
-        bind = inspect.signature(scorer).bind
-        called(f"--reward {reward}: not (prompt, response, answer)", bind, 1, 2, 3)
+        where = f"--reward {reward}: not (prompt, response, answer)"
+        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
     if name in ("repeat", "count", "pattern"):
         return UserTask(WordTask(name, seed), scorer)
     if not name.endswith(".jsonl"):
