@@ -62,7 +62,7 @@ import inspect
 import json
 import math
 import mmap
-import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import random
@@ -2293,10 +2293,12 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
-def make_scorer(cfg: Config) -> Callable[[str, Conversations], list[Any]]:
-    """Returns a function that calls a method of the task, "score" or "reply", for each episode."""
+def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
+    """Returns a function that calls a method of the task, "score" here, for each episode."""
     task = LetterTask(cfg.seed)
-    return lambda method, group: [getattr(task, method)(*conversation) for conversation in group]
+    return lambda method, groups: [
+        [getattr(task, method)(*episode) for episode in group] for group in groups
+    ]
 
 
 class Trainer(Worker):
@@ -2350,7 +2352,7 @@ class RewardWorker(Worker):
         self.call_task = make_scorer(cfg)
 
     def score(self, groups: list[Conversations]) -> list[Rewards]:
-        return [self.call_task("score", group) for group in groups]
+        return self.call_task("score", groups)
 
 
 # -- 11c. A run ---
@@ -3080,20 +3082,22 @@ def load_python(spec: str) -> Any:
     """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
-    if not (path.endswith(".py") and file.is_file()):
+    if not path.endswith(".py"):
         raise UsageError(f"{spec}: not a FILE.py:NAME")
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file")
     # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # For `add_user_folder`; a task's folder replaces that of --reward.
+    # For `add_user_folder`.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
-    # For a user's random.py the import returns Python's module.
+    # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    loaded = getattr(module, name, None)
+    loaded = called(spec, getattr, module, name)
     if not callable(loaded):
-        raise UsageError(f"{spec}: not callable")
+        raise UsageError(f"{spec}: not callable: {loaded!r}")
     return loaded
 
 
@@ -3128,7 +3132,11 @@ def user_task(cfg: Flags) -> Task:
 
 @cache
 def make_task(name: str, reward: str, seed: int) -> Task:
-    scorer = load_python(reward) if reward not in ("", "model") else None
+    scorer = None
+    if reward not in ("", "model"):
+        scorer = load_python(reward)
+        where = f"--reward {reward}: not (prompt, response, answer)"
+        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
     if name in ("repeat", "count", "pattern"):
         return UserTask(WordTask(name, seed), scorer)
     if not name.endswith(".jsonl"):
@@ -3145,35 +3153,47 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 #
 #   UserProcess, in the worker --- prompts and responses ---> call_task, in its process
 #                              <-- rewards, replies, or reasons
-#                              --- SIGKILL, when too late --> and its children
+#                              --- SIGKILL, when too late --> and all that it has started
 
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread, as signal handlers need."""
+    """Runs the user's code in a main thread, as signal handlers need.
+
+    Groups of plain functions are scored one after another, and each gets --reward-deadline.
+    Coroutines of all groups run together, and each coroutine gets it.
+    """
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
     pid: int | None = None  # also of its process group; None: no process
 
-    def __call__(self, method: str, conversations: Conversations) -> list[Any]:
+    def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
+        results: list[Any] = []
+        while len(results) < len(groups):
+            results += self.call(method, groups[len(results) :])
+        return results
+
+    def call(self, method: str, groups: list[Conversations]) -> list[Any]:
+        """Returns the results of at least the first group."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
-                self.executor = ProcessPoolExecutor(1, spawn, lead_process_group)
-                # First, so that `kill` works at any time.
-                self.pid = self.executor.submit(os.getpid).result()
-            # A bound future's traceback would keep this frame, and so the process, alive.
-            args = (call_task, self.cfg, method, conversations)
-            return self.executor.submit(*args).result(limit_s)
+                self.executor = ProcessPoolExecutor(1, spawn, guard)
+                # First, for `kill`; imports take long.
+                self.pid = self.executor.submit(os.getpid).result(60)
+            # A bound future's traceback would keep this frame, and so the process, alive. Late
+            # coroutines are told within 2 s.
+            args = (call_task, self.cfg, method, groups)
+            return self.executor.submit(*args).result(limit_s + 2)
         except TimeoutError:
             reason = f"no {method} within {limit_s:g} s"
-        except Exception as error:  # the process died, or cannot load the task
+        except Exception as error:  # the process died
             reason = f"the reward function: {place_of(error)}"
         self.kill()  # the next group gets a new process
-        return [reason] * len(conversations)
+        return [[reason] * len(groups[0])]
 
     def kill(self) -> None:
         if self.pid:
@@ -3183,71 +3203,88 @@ class UserProcess:
     __del__ = kill  # `release` deletes this object
 
 
-def lead_process_group() -> None:
-    """Makes this process lead a group that is killed when the parent ends."""
-    os.setpgid(0, 0)  # children join the group
-    # As in a plain script: imports from the current folder; fork.
-    environ.pop("PYTHONSAFEPATH", None)
-    multiprocessing.set_start_method("fork", force=True)
-    # The kernel kills the group when the parent ends, even if C code holds the GIL.
-    parent: Any = multiprocessing.parent_process()
-    group = -os.getpid()
-    settings = {fcntl.F_SETOWN: group, fcntl.F_SETSIG: signal.SIGKILL, fcntl.F_SETFL: os.O_ASYNC}
-    for name, value in settings.items():
-        fcntl.fcntl(parent.sentinel, name, value)
-    # The parent may have ended earlier.
-    if not parent.is_alive():
-        kill_group(0)  # its own
+def guard() -> None:
+    """Forks, and returns in the child. The parent kills all descendants at the end."""
+    os.setpgid(0, 0)  # outlives the worker
+    # PR_SET_CHILD_SUBREAPER: orphans become its children.
+    ctypes.CDLL(None).prctl(36, 1)
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        # As in a plain script: imports from here, and any start method.
+        environ.pop("PYTHONSAFEPATH", None)
+        multiprocessing.set_start_method(None, force=True)
+        return
+    worker: Any = multiprocessing.parent_process()
+    multiprocessing.connection.wait([worker.sentinel, os.pidfd_open(child)])
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := children.read_text().split():
+        for pid in pids:
+            os.kill(int(pid), signal.SIGKILL)
+        os.wait()
+    os._exit(0)
 
 
-def call_task(cfg: Flags, method: str, conversations: Conversations) -> list[Any]:
-    """Calls task.score or task.reply for each episode. Coroutines run concurrently."""
-    task = user_task(cfg)
-    # Copies: the user's code may change a prompt.
-    results = []
-    for prompt, responses in conversations:
-        try:
-            results.append(getattr(task, method)(copy.deepcopy(prompt), responses))
-        except BaseException as error:  # SystemExit, too
-            results.append(error)
+def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
+    """Returns what a method of the task gives for groups, up to the first without a coroutine."""
+    results: list[Any] = []
+    for group in groups:
+        results.append([result_of(cfg, method, *episode) for episode in group])
+        if not is_awaitable(results[-1]):
+            break
     # Last, because inside a loop asyncio.run in a plain call would fail.
-    results = runner().run(awaited(results))
-    converted: list[Any] = []
-    for (prompt, _), result in zip(conversations, results):
-        try:
-            if method == "score":
-                converted.append(rewards_from(result, len(prompt.turns)))
-            else:
-                converted.append(reply_from(result, prompt))
-        except BaseException as error:
-            converted.append(place_of(error))
-    return converted
+    results = runner().run(awaited(results, cfg.reward_deadline))
+    return [
+        [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
+        for group, each in zip(groups, results)
+    ]
+
+
+def result_of(cfg: Flags, method: str, prompt: Prompt, responses: list[str]) -> Any:
+    """Returns what task.score or task.reply returns or raises."""
+    try:
+        # A copy: the user's code may change a prompt.
+        return getattr(user_task(cfg), method)(copy.deepcopy(prompt), responses)
+    except BaseException as error:  # SystemExit, too
+        return error
+
+
+def is_awaitable(result: Any) -> bool:
+    if isinstance(result, list):
+        return any(is_awaitable(each) for each in result)
+    return inspect.isawaitable(result)
 
 
 @cache
 def runner() -> asyncio.Runner:
-    """Returns one Runner: clients kept across calls need one event loop."""
+    """Returns one Runner: kept clients need one event loop."""
     return asyncio.Runner()
 
 
-async def awaited(result: Any) -> Any:
+async def awaited(result: Any, limit_s: float) -> Any:
     """Awaits one coroutine or a list. Returns exceptions as results."""
     if isinstance(result, list):
-        return await gather(*[awaited(each) for each in result])
+        return await gather(*[awaited(each, limit_s) for each in result])
     try:
-        return await result if inspect.isawaitable(result) else result
+        return await wait_for(result, limit_s) if inspect.isawaitable(result) else result
     except BaseException as error:
         return error
 
 
-def reply_from(result: Any, prompt: Prompt) -> Turn | None:
-    """Converts text or messages. The right answer stays that of the turn before."""
-    if isinstance(result, BaseException):
-        raise result
-    if result is None:
-        return None
-    turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
-    return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
+def converted(method: str, result: Any, prompt: Prompt) -> Any:
+    """Returns the rewards of an episode or its next turn, or the reason why there are none."""
+    try:
+        if isinstance(result, BaseException):
+            raise result
+        if method == "score":
+            return rewards_from(result, len(prompt.turns))
+        if result is None:
+            return None
+        turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
+        # The right answer stays that of the turn before.
+        return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
+    except BaseException as error:
+        return place_of(error)
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
@@ -3259,11 +3296,8 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
     for part in result:
         if isinstance(part, BaseException):
             raise part
-    try:
-        rewards = [float(reward) for reward in result]
-    except (TypeError, ValueError):
-        rewards = []
-    # Far below 3.4e38: sums must be finite in float32.
+    rewards = [float(reward) for reward in result]
+    # Sums must be finite in float32.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
         raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
     return rewards
@@ -3458,12 +3492,15 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
         write_durably(Path(path), state)
 
 
-def write_durably(path: Path, state: Record) -> None:
+def write_durably(path: Path, content: Record | str) -> None:
     """Replaces a file, which at any time has the old or the new content."""
-    beside = path.with_name("new")
+    beside = path.with_name(path.name + ".new")
     try:
         with open(beside, "wb") as file:
-            torch.save(state, file)
+            if isinstance(content, str):
+                file.write(content.encode())
+            else:
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -3558,8 +3595,10 @@ async def demo_recovery(report: Report) -> None:
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Returns the figures of --json."""
     checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
-    if cfg.train:
-        save_flags(cfg, checkpoints.folder)
+    work = partial(do_command, checkpoints, cfg)
+    model = checkpoints.folder.resolve() / "model"
+    if model.is_dir():  # version 0, which has had its supervised steps
+        cfg = replace(cfg, model=str(model), sft_steps=0)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
@@ -3567,11 +3606,14 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
     folders = (report.folder, checkpoints.folder.resolve())
     make_run = partial(UserRun, cfg, report.pool, *folders, hosts)
-    return await with_restarts(checkpoints, make_run, partial(do_command, checkpoints))
+    return await with_restarts(checkpoints, make_run, work)
 
 
-async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
+async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
+    """flags: to be saved, now that the run has begun."""
     cfg = run.cfg
+    if cfg.train:
+        save_flags(flags, checkpoints.folder)
     start_s = time.time()
     # A resumed run takes version 0 as --model.
     model = checkpoints.folder / "model"
@@ -3688,10 +3730,11 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # A reward function that always raises would never end the run.
-        if self.num_fruitless == 20:
-            reason = [*self.errors][-1] if self.errors else "no prompt fits the context"
-            raise RunError(f"20 requests in a row brought no reward: {reason}")
+        # The reward function may always raise. Before the first reward, one request is enough.
+        has_scored = self.version or None not in dict(self.progress.heldout).values()
+        if self.num_fruitless == (20 if has_scored else 1):
+            reason = ["no prompt fits the context", *self.errors][-1]
+            raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
 
     async def request_rollout(
@@ -3756,7 +3799,7 @@ class UserRun(Run):
 
 def request_replies(worker: RewardWorker, conversations: Conversations) -> list[Any]:
     """Returns the next turn of each conversation, or None; or text, why there is none."""
-    return worker.call_task("reply", conversations)
+    return worker.call_task("reply", [conversations])[0]
 
 
 async def report_waiting(run: Run) -> None:
@@ -3922,7 +3965,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
-def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, Conversations], list[Any]]:
+def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]], list[Any]]:
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
@@ -3932,11 +3975,11 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, Conversations], list
         raise UsageError("--ask-every: a task with prefer, one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
-    def scorer(method: str, group: Conversations) -> list[Any]:
+    def scorer(method: str, groups: list[Conversations]) -> list[Any]:
         # Held-out scores of the task show exploitation of the model.
-        if method == "reply" or group[0][0].is_held_out:
-            return by_task(method, group)
-        return model(group)
+        if method == "reply" or groups[0][0][0].is_held_out:
+            return by_task(method, groups)
+        return [model(group) for group in groups]
 
     return scorer
 
@@ -3986,28 +4029,34 @@ OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint lo
     report""".split()
 
 
-def with_saved_flags(given: Record) -> Record:
-    """Adds the flags of --checkpoint. A saved version 0 replaces --model."""
-    folder = Path(given.get("checkpoint") or os.devnull).resolve()
-    if not (folder / "flags.json").is_file():  # as in /dev/null
+def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
+    """Adds the flags of --checkpoint, which are checked like given ones."""
+    folder = given.get("checkpoint", "")
+    file = Path(folder, "flags.json")
+    if not folder:
         return given
-    flags = json.loads((folder / "flags.json").read_text())
-    saved = {each.name: flags[each.name] for each in fields(Flags) if each.name in flags}
-    # Version 0 has had its supervised steps.
-    model = {"model": str(folder / "model"), "sft_steps": 0}
-    return saved | given | (model if (folder / "model").is_dir() else {})
+    if not file.exists():
+        if "train" in given and given.keys() & {"model", "task"}:
+            return given
+        raise UsageError(
+            f"--checkpoint {folder}: nothing saved there; a new run: --model or --task"
+        )
+    flags = called(str(file), lambda: json.loads(file.read_text("utf-8-sig")).items())
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
+    saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
+    flags = saved | given
+    # Steps have been made with these three.
+    for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
+        if "train" in given and any(Path(folder).glob("step_*.pt")):
+            raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
+    inherited = flags.items() - given.items() - asdict(Flags()).items()
+    print(f"{file}:", *[f"--{name}={value}" for name, value in sorted(inherited)])
+    return flags
 
 
 def save_flags(cfg: Flags, folder: Path) -> None:
-    """Writes flags.json, with absolute paths."""
     flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
-    for name in ("model", "task", "reward", "preferences"):
-        # "repeat" is a name; "rewards.py:score" is a path.
-        is_file = re.search(r"\.(jsonl|py:\w+)$", flags[name])
-        if is_file or (name == "model" and os.path.isdir(flags[name])):
-            flags[name] = os.path.abspath(flags[name])
-    (folder / "flags.new").write_text(json.dumps(flags, indent=1))
-    os.replace(folder / "flags.new", folder / "flags.json")
+    write_durably(folder / "flags.json", json.dumps(flags, indent=1))
 
 
 # -- warm processes ---
@@ -4812,7 +4861,7 @@ def write_page(path: str, run: Run, start_s: float) -> None:
     page += f"<main>{''.join(shown + charts)}</main>\n"
     for place in sorted({0, len(rows) // 2, len(rows) - 1} if rows else ()):
         page += f"<p>step {rows[place]['step']}: {html.escape(rows[place]['sample'])}\n"
-    Path(path).write_text(page, encoding="utf-8")
+    write_durably(Path(path), page)
 
 
 # == THE COMMAND LINE ====
@@ -4835,7 +4884,25 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-RENAMED = {"--passes": "--epochs", "--tokens-per-pass": "--tokens-per-micro-batch"}
+# The names in older versions, TRL and Hugging Face.
+RENAMED = """
+    --passes --epochs
+    --tokens-per-pass --tokens-per-micro-batch
+    --learning-rate --lr
+    --num-generations --group-size
+    --max-completion-length --max-new-tokens
+    --per-device-train-batch-size --prompts-per-step
+    --gradient-accumulation-steps --tokens-per-micro-batch
+    --num-iterations --epochs
+    --num-train-epochs --steps
+    --max-steps --steps
+    --beta --kl
+    --bf16 --dtype
+    --dataset --task
+    --reward-funcs --reward
+    --output-dir --checkpoint
+    --resume-from-checkpoint --checkpoint
+"""
 
 
 def read_flags(argv: list[str] | None) -> Flags:
@@ -4863,11 +4930,18 @@ def read_flags(argv: list[str] | None) -> Flags:
         )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0]
-        raise UsageError(f"unknown: {name}; see {RENAMED.get(name, '--help')}")
+        name = unknown[0].partition("=")[0].replace("_", "-")
+        (ours,) = re.findall(rf" {name} (\S+)", RENAMED) or ["--help"]
+        raise UsageError(f"unknown: {name}; see {ours}")
 
+    given = vars(known)
+    for name in given.keys() & {"model", "task", "reward", "preferences"}:
+        # "repeat" is a name; "rewards.py:score" is a path.
+        is_file = re.search(r"\.(jsonl|py:\w+)$", given[name])
+        if is_file or (name == "model" and os.path.isdir(given[name])):
+            given[name] = os.path.realpath(given[name])
     # Paths last, because trying them creates folders.
-    cfg = Flags(**with_saved_flags(vars(known)))
+    cfg = Flags(**with_saved_flags(given, parser))
     for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
         raise UsageError(mistake)
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
@@ -4916,9 +4990,13 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             if not 0 <= value < math.inf or not (value or may_be_0):
                 least = "at least" if may_be_0 else "above"
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
-
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
+    # "rewards.py:score" -> "/home/me/rewards.py"
+    inputs = (cfg.model, cfg.task, cfg.reward, cfg.preferences)
+    inputs = {Path(each.rsplit(":", 1)[0]).resolve() for each in inputs if each}
+    outputs = (cfg.log, cfg.json, cfg.report, cfg.export)
+    outputs = [Path(each).resolve() for each in outputs if each]
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4936,34 +5014,38 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
         "--report: with --train, --evaluate or --export": is_of_user or not cfg.report,
-        "--task: not an output, too": cfg.task not in (cfg.log, cfg.json, cfg.report),
+        "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
+        "--json and --report: files": all(
+            os.path.isfile(each) or not os.path.exists(each) for each in (cfg.json, cfg.report)
+        ),
+        "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields what cannot be read or written. Creates folders."""
+    """Yields what cannot be read or written."""
     # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    model = cfg.model if is_path else ""
+    is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
+    model = cfg.model if is_path and not is_saved else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""
     for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
         yield "--hosts: no --worker there"
-    is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
-    if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
-        yield "--checkpoint: nothing saved there"
 
     try:
         for folder in (cfg.export, cfg.checkpoint):
             if folder:
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-        for file in (cfg.log, cfg.json, cfg.report):
-            if file:
-                open(file, "a").close()
+        if cfg.log:
+            open(cfg.log, "a").close()
+        # Files that are written at the end: no empty one is left.
+        for file in {cfg.json, cfg.report} - {""}:
+            tempfile.TemporaryFile(dir=Path(file).parent).close()
     except OSError as error:
         yield str(error)
 
@@ -4996,7 +5078,7 @@ async def run_command(cfg: Flags) -> int:
         await pool.close()
     if cfg.json:
         text = json.dumps({"stages": report.stages, "train": train}, indent=1)
-        Path(cfg.json).write_text(text)
+        write_durably(Path(cfg.json), text)
     return 1 if report.failed() else 0
 
 
@@ -5042,7 +5124,7 @@ def main(argv: list[str] | None = None) -> int:
         # The owner handles faults (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
-    except (UsageError, argparse.ArgumentError, json.JSONDecodeError) as error:
+    except (UsageError, argparse.ArgumentError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:

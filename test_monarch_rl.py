@@ -1378,15 +1378,18 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
 @pytest.mark.parametrize(
     "loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)]
 )
-@pytest.mark.parametrize("error", [m.ReplicaLost("generator_0 has died"), KeyError("unforeseen")])
-def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Exception) -> None:
+@pytest.mark.parametrize(("accuracy", "num"), [(None, 1), (0.0, 20), (0.0, 0)])
+def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
+    error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
+
     class Dead(FakeServices):
         async def request(self, *_: Any) -> Any:
             raise error
 
     run = run_of(m, CFG, Dead(m, 0, False))
-    wanted = m.RunError if isinstance(error, m.ReplicaLost) else KeyError
-    with pytest.raises(wanted, match=error.args[0]):
+    run.progress.heldout.append((0, accuracy))
+    wanted = (m.RunError, f"^{num} requests .*generator_0 has died") if num else (KeyError, "unfor")
+    with pytest.raises(wanted[0], match=wanted[1]):
         asyncio.run(asyncio.wait_for(loop(run), 60))
 
 
@@ -1563,15 +1566,23 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
-    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
+    text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
+    code.write_text(text + "trl = lambda prompts, completions, **columns: []")
     assert m.load_python(f"{code}:f")() == 7
     wrong = tmp_path / "user_wrong.py"
     wrong.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
         m.load_python(f"{wrong}:f")
-    for spec in (f"{code}:g", f"{code}", f"{tmp_path}/none.py:f", "user_code:f"):
-        with pytest.raises(m.UsageError):
+    specs = {
+        f"{code}:g": "no attribute",
+        f"{code}:none": "not callable: None",
+        "x:f": "FILE.py:NAME",
+    }
+    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no such file"}).items():
+        with pytest.raises(m.UsageError, match=told):
             m.load_python(spec)
+    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
+        m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
@@ -1609,11 +1620,32 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     task = types.SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     group = [(PROMPT, [response]) for response in results]
-    scored = dict(zip(results, m.call_task(CFG, "score", group), strict=True))
+    (rewards,) = m.call_task(CFG, "score", [group])
+    scored = dict(zip(results, rewards, strict=True))
     found = {response: text for response, text in scored.items() if not isinstance(text, str)}
     assert found == {"a": [0.5], "f": [0.25]}
     assert "ZeroDivisionError" in scored["b"]
     assert Path(__file__).name in scored["b"]
+
+
+def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
+    async def meet(response: str) -> float:
+        if response == "late":
+            await asyncio.sleep(1000)
+        await asyncio.wait_for(barrier.wait(), 10)  # all other groups are here, too
+        return 0.5
+
+    class Judged(m.Task):
+        def score(self, prompt: Any, responses: list[str]) -> Any:
+            return [meet(responses[0])]
+
+    barrier = asyncio.Barrier(3)
+    monkeypatch.setattr(m, "user_task", lambda cfg: Judged())
+    prompt = m.Prompt(0, (m.user_turn("p", 1),))
+    groups = [[(prompt, [response])] for response in ("a", "late", "b", "c")]
+    found = m.call_task(replace(CFG, reward_deadline=2.0), "score", groups)
+    assert [found[0], *found[2:]] == [[[0.5]]] * 3
+    assert found[1] == ["TimeoutError"]
 
 
 def test_a_reward_function_is_called_turn_by_turn() -> None:
@@ -1647,7 +1679,7 @@ def recipe(folder: Path, package: str, spec: str) -> m.Config:
 def tells_right_from_wrong(cfg: m.Config, answer: Any) -> bool:
     prompt = m.user_task(cfg).prompt(7)
     responses = [(prompt, [answer(prompt)]), (prompt, ["none"])]
-    return m.call_task(cfg, "score", responses) == [[1.0], [0.0]]
+    return m.call_task(cfg, "score", [responses]) == [[[1.0], [0.0]]]
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
@@ -1710,7 +1742,7 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 USER_REWARDS = """
-import asyncio, concurrent.futures, json, os, signal, subprocess, time
+import asyncio, concurrent.futures, json, multiprocessing, os, signal, subprocess, time
 def alarm():
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 5)
@@ -1740,7 +1772,8 @@ stuck = lambda: sum(range(10**12))  # other threads of Python do not run meanwhi
 run = lambda: asyncio.run(asyncio.sleep(0, 0.5))
 coroutine = lambda: asyncio.sleep(0, 0.75)
 pool = lambda: in_pool(double, 0.5)
-child = lambda: subprocess.Popen(["sleep", "1000"]) and 0.125
+child = lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True) and 0.125
+method = lambda: multiprocessing.set_start_method("spawn") or 0.625
 dies = lambda: os._exit(3)
 hangs = lambda: in_pool(time.sleep, 1000)
 reward = lambda prompt, response, answer: globals()[response]()
@@ -1772,10 +1805,12 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
     wanted |= {"client": 0.375}
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
-    names += ["library", "dies", "alarm", "hangs", "pool", "child"]
+    names += ["library", "dies", "method", "alarm", "hangs", "pool", "child"]
+    wanted |= {"method": 0.625}  # only once in a process, and first
     found = worker.score([[(PROMPT, [name])] for name in names])
-    # One request for each group, and one for each process: the first, after a death, after a hang.
-    assert Counter(sent) == {m.call_task: len(names), os.getpid: 3}
+    # One request for each group, but those after coroutines; one for each process: the first, after
+    # a death, after a hang.
+    assert Counter(sent) == {m.call_task: len(names) - 3, os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
@@ -1788,6 +1823,19 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     assert left(mark) == []
 
 
+def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> None:
+    class Stopped:
+        def submit(self, *_: Any) -> Any:
+            return self
+
+        def result(self, limit_s: float) -> Any:
+            raise TimeoutError
+
+    monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
+    groups = [[(m.Prompt(0, ()), ["a"])]] * 2
+    assert m.UserProcess(CFG)(groups) == [["no reward within 60 s"]] * 2
+
+
 PARENT = """
 import sys
 import monarch_rl as m
@@ -1795,8 +1843,8 @@ if __name__ == "__main__":
     cfg = m.Flags(model="x", task=sys.argv[1], reward=sys.argv[2])
     prompt = m.Prompt(0, (m.user_turn("p", 1),))
     score = m.UserProcess(cfg)
-    print(score("score", [(prompt, ["child"])]), flush=True)
-    score("score", [(prompt, ["stuck"])])
+    print(score("score", [[(prompt, ["child"])]]), flush=True)
+    score("score", [[(prompt, ["stuck"])]])
 """
 
 
@@ -1805,7 +1853,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     (tmp_path / "parent.py").write_text(PARENT)
     command = f"exec {sys.executable} parent.py {cfg.task} {cfg.reward}"
     worker = Struck(tmp_path, "", command, PYTHONPATH=str(FOLDER))
-    worker.until("[[0.125]]")
+    worker.until("[[[0.125]]]")
     children = lambda: processes(worker.mark).values()  # noqa: E731
     until(lambda: any("sleep 1000" in line for line in children()))  # after its exec
     time.sleep(1)  # the next one is stuck
@@ -1837,6 +1885,8 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
     for word, wanted in (
         ("--passes=2", "--epochs"),
         ("--tokens-per-pass", "--tokens-per-micro-batch"),
+        ("--learning_rate=1", "--lr"),
+        ("--num-generations", "--group-size"),
         ("--max-stalenes", "--help"),
     ):
         assert m.main([word, "2"]) == 2
@@ -1853,7 +1903,8 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"lr": math.inf}, ["--lr"]),
         ({"group_size": 1}, ["--group-size"]),
         ({"group_size": 1, "advantage": "critic"}, []),
-        ({"trainers": 2, "device": "cuda"}, ["--trainers"]),
+        ({"device": "cuda"}, ["--device cuda"][torch.cuda.is_available() :]),
+        ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
         ({"task": "count"}, ["--reward, and a --task other than repeat"]),
         ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
@@ -1863,6 +1914,23 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
     ):
         told = [mistake.partition(":")[0] for mistake in m.mistakes_in(replace(CFG, **changes))]
         assert told == wanted
+
+
+def test_an_output_is_no_input(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(data_file(tmp_path))
+    spec = f"{tmp_path}/own.py:reward"
+    cfg = replace(CFG, train=True, model=str(tmp_path), task=str(tmp_path / "data.jsonl"))
+    for path, flag in {
+        "link": "log",
+        "./data.jsonl": "json",
+        "own.py": "report",
+        "": "export",
+    }.items():
+        changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
+        assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
+    assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
+    assert [*m.mistaken_paths(replace(cfg, json=str(tmp_path / "new")))] == []
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
@@ -1891,6 +1959,26 @@ def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
     assert m.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [re.search(r"\] (\w+):", line)[1] for line in lines] == list(m.STAGES)
+
+
+SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
+
+
+def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "flags.json"
+    words = ["--train", "--checkpoint", str(tmp_path), "--kl", "0.5"]
+    with pytest.raises(m.UsageError, match="nothing saved there"):
+        m.read_flags(words)
+    file.write_text('\ufeff{"steps": 7, "kl": 0.1, "of_old": 1}')
+    assert (m.read_flags(words).steps, m.read_flags(words).kl) == (7, 0.5)
+    assert f"{file}: --steps=7\n" in capsys.readouterr().out
+    (tmp_path / "step_00000001.pt").touch()
+    with pytest.raises(m.UsageError, match="--task: the run"):
+        m.read_flags([*words, "--task", "count"])
+    for text in SAVED:
+        file.write_text(text)
+        with pytest.raises(m.UsageError, match=str(file)):
+            m.read_flags(words)
 
 
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
@@ -2237,7 +2325,7 @@ class Struck:
 def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
     """Six times a random child is killed or stopped, 1 to 6 seconds after the one before."""
     rng = random.Random(0)
-    words = "--train --steps 200 --checkpoint RUN --save-every 10 --eval-prompts 8"
+    words = "--train --task repeat --steps 200 --checkpoint RUN --save-every 10 --eval-prompts 8"
     command = Struck(tmp_path, words + " --sft-steps 20 --json out.json")
     command.until("starting")
     num_struck = 0
@@ -2257,7 +2345,7 @@ def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) 
 def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """The main process of the second run is killed at a random time, and started again."""
     rng = random.Random(0)
-    words = "--train --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8"
+    words = "--train --task repeat --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8"
     words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
     found = []
     for name in ("whole", "cut"):
@@ -2370,13 +2458,13 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
     task: Any = types.SimpleNamespace(task=None)
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
-    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda method, group: "task")
+    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda method, groups: ["task"])
     monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
     score = m.user_scorer(replace(CFG, reward="model"), Path("."))
     prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(50)]
     for method, by in (("score", "model"), ("reply", "task")):
-        scored = {prompt.is_held_out: score(method, [(prompt, [])]) for prompt in prompts}
-        assert scored == {True: "task", False: by}
+        scored = {prompt.is_held_out: score(method, [[(prompt, [])]]) for prompt in prompts}
+        assert scored == {True: ["task"], False: [by]}
 
 
 # == hosts =========================================================================================
