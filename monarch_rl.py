@@ -3380,11 +3380,12 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder, which one run uses."""
+    """The newest checkpoints of a folder, which one run uses."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_kept: int = 2) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.num_kept = num_kept
         # The kernel unlocks it however this process ends.
         self.lock = open(folder / "lock", "w")
         try:
@@ -3393,18 +3394,20 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*.pt"), reverse=True)
+        """Returns the newest first. A copy named step_best.pt is no checkpoint."""
+        paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d+\.pt", p.name)]
+        return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
         """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # the file may be intact
-                raise
-            except Exception as error:
+            except zipfile.BadZipFile as error:
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
+            except Exception as error:  # the file may be intact
+                raise RunError(f"{path}: {cause_of(error)}") from error
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
@@ -3416,7 +3419,7 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        for old in self.paths()[2:]:
+        for old in self.paths()[self.num_kept :]:
             old.unlink()
         return True
 
@@ -3428,10 +3431,10 @@ def progress_state(progress: Any) -> Record:
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a file of torch.save. Raises an error if a checksum does not match."""
+    """Reads a file of torch.save. Raises BadZipFile if it is cut, or a checksum does not match."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
-            raise ValueError(f"wrong checksum of {damaged}")
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     # With mmap, no weights are read.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
@@ -3561,7 +3564,8 @@ async def demo_recovery(report: Report) -> None:
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Returns the figures of --json."""
-    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
+    num_kept = 2 if cfg.checkpoint else 1  # for a lost trainer
+    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"), num_kept)
     if cfg.train:
         save_flags(cfg, checkpoints.folder)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
@@ -4928,7 +4932,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     if cfg.hosts and not urls_in(Path(cfg.hosts)):
         yield "--hosts: no --worker there"
     is_read = cfg.checkpoint and not cfg.train and (cfg.evaluate or cfg.export)
-    if is_read and not [*Path(cfg.checkpoint).glob("step_*.pt")]:
+    if is_read and not [*Path(cfg.checkpoint).glob("step_[0-9]*.pt")]:
         yield "--checkpoint: nothing saved there"
 
     try:
