@@ -3340,7 +3340,7 @@ def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> It
 async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Trains until step cfg.steps. With --checkpoint, a run that is cancelled is saved."""
+    """Trains until step cfg.steps. With --checkpoint, a run that ends early is saved."""
     cfg = run.cfg
     assert isinstance(cfg, Flags)
 
@@ -3358,9 +3358,11 @@ async def train_saved(
             while run.version < cfg.steps:
                 await train(1)
                 await pause(run.version)
-        # After these errors the trainer still lives.
-        except (CancelledError, UsageError, RunError, OSError):
-            if cfg.checkpoint and await checkpoints.save(run):
+        except (Exception, CancelledError) as error:
+            # A lost trainer has no weights. If one rank has raised, the others wait for it.
+            is_stuck = cfg.trainers > 1 and isinstance(error, ActorError)
+            can_save = cfg.checkpoint and run.trainer.ready() and not is_stuck
+            if can_save and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
 
@@ -3694,6 +3696,14 @@ class UserRun(Run):
     async def close(self) -> None:
         self.reporting.cancel()
         await super().close()
+
+    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
+        """Returns no groups if a request fails, so that an evaluation does not end the run."""
+        try:
+            return await super().sample_and_score(*args, **options)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
+            return []
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
