@@ -3787,6 +3787,18 @@ class UserLearner(Learner):
         self.critic = critic
         self.penalty = penalty
 
+    def step(self, episodes: list[Episode]) -> StepStats:
+        """Makes a step. If it runs out of memory, tries once more with smaller micro-batches."""
+        try:
+            return super().step(episodes)
+        except torch.OutOfMemoryError:
+            half = self.cfg.tokens_per_micro_batch // 2
+        # After `except`, since the error keeps the tensors of the failed pass.
+        print(f"out of memory: going on with --tokens-per-micro-batch {half}")
+        self.cfg = replace(self.cfg, tokens_per_micro_batch=half)
+        self.optimizer.zero_grad()
+        return super().step(episodes)
+
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         return self.critic(episodes) if self.critic else super().advantages(episodes)
 
