@@ -3445,6 +3445,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
     from torch.distributed.checkpoint import state_dict
 
+    require_finite(trainer)
     learner = trainer.learner
     state: Record = {"progress": progress}
     state["weights"], state["moments"] = state_dict.get_state_dict(
@@ -3457,6 +3458,32 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     state["critic"] = critic.state() if critic else None
     if current_rank().rank == 0:
         write_durably(Path(path), state)
+
+
+def require_finite(trainer: Trainer) -> None:
+    """Raises RunError if weights are not finite, or so large that logits cannot be."""
+    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
+    # Attention multiplies four weights, and float32 ends at 3.4e38. NaN fails the comparison.
+    if not norm < 1e9:
+        raise RunError(f"the weights are not finite after step {trainer.version}: lower --lr")
+
+
+def export(trainer: Trainer, folder: str) -> None:
+    """Writes a folder for transformers. All ranks take part, as in a checkpoint."""
+    require_finite(trainer)
+    policy = trainer.learner.policy
+    state = whole_state(policy)
+    if current_rank().rank > 0:
+        return
+    try:
+        # An older export may have been in shards, or in another format.
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            Path(folder, f"{name}.index.json").unlink(missing_ok=True)
+        Path(folder, "pytorch_model.bin").unlink(missing_ok=True)
+        policy.model.save_pretrained(folder, state_dict=state)
+        policy.tokenizer.save_pretrained(folder)
+    except Exception as error:  # of several types, as when the disk is full
+        raise RunError(f"{folder}: {cause_of(error)}") from error
 
 
 def write_durably(path: Path, state: Record) -> None:
@@ -3644,15 +3671,6 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     return accuracies
 
 
-def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank."""
-    policy = trainer.learner.policy
-    state = whole_state(policy)
-    if current_rank().rank == 0:
-        policy.model.save_pretrained(folder, state_dict=state)
-        policy.tokenizer.save_pretrained(folder)
-
-
 # -- the run ---
 
 
@@ -3690,7 +3708,8 @@ class UserRun(Run):
     async def begin(self) -> None:
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
-        self.log.writelines(json.dumps(row) + "\n" for row in self.progress.rows)
+        for row in self.progress.rows:
+            self.write_log(row)
         await super().begin()
 
     async def close(self) -> None:
@@ -3725,8 +3744,18 @@ class UserRun(Run):
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
         row = self.progress.rows[-1]
-        self.log.write(json.dumps(row) + "\n")
+        self.write_log(row)
         print(step_line(row))
+        await self.trainer.request(require_finite)
+
+    def write_log(self, row: Record) -> None:
+        """Writes a line of JSON, with null for NaN. On a full disk the run goes on without log."""
+        finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
+        try:
+            self.log.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            print(f"going on without {self.cfg.log}: {error}")
+            self.log = open(os.devnull, "w")
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
         episodes = [episode for group in groups for episode in group.episodes]
