@@ -3615,6 +3615,7 @@ async def do_command(checkpoints: Checkpoints, run: UserRun) -> Record:
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
+        await asyncio.to_thread(os.sync)  # on disk before it gets its name
         os.replace(f"{model}.new", model)
     figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
@@ -4319,6 +4320,9 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
                 "rejected": rejected.responses[0],
             }
             print(json.dumps(record), file=file)
+        file.flush()
+        if path.is_file():  # a device, as in the demo, has no fsync
+            os.fsync(file.fileno())
     return pairs
 
 
