@@ -3981,6 +3981,9 @@ def right_episode(policy: Policy, prompt: Prompt) -> Episode:
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
+    # The model itself learns the answers, however cold the sampling is.
+    student.policy = copy.copy(learner.policy)
+    student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
     for _ in range(num_steps):
