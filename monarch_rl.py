@@ -3537,7 +3537,7 @@ def forget_moments(trainer: Trainer) -> None:
     trainer.learner.optimizer.state.clear()
 
 
-async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool = False) -> Tensor:
+async def train_killed(report: Report, cfg: Config, at_step: int, forgets: bool = False) -> Tensor:
     """Returns the weights after training. Kills the trainer once, at a step other than 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
@@ -3557,15 +3557,7 @@ async def train_killed(report: Report, cfg: Flags, at_step: int, forgets: bool =
 @stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
     """A run whose trainer crashes goes on from a checkpoint, bit for bit."""
-    cfg = Flags(
-        seed=report.cfg.seed,
-        steps=12,
-        save_every=4,
-        max_staleness=0,
-        max_new_tokens=4,
-        lr=1e-3,
-        entropy=0.01,
-    )
+    cfg = demo_config(Flags(seed=report.cfg.seed, steps=12, save_every=4, max_staleness=0))
     step = random.randint(5, 10)
     report.say(f"12 steps; the trainer is killed after step {step}")
     expected = await train_killed(report, cfg, 0)
