@@ -3699,15 +3699,10 @@ class UserRun(Run):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
-        self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
         for row in self.progress.rows:
             self.write_log(row)
         await super().begin()
-
-    async def close(self) -> None:
-        self.reporting.cancel()
-        await super().close()
 
     async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
         """Returns no groups if a request fails, so that an evaluation does not end the run."""
@@ -3762,22 +3757,6 @@ class UserRun(Run):
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
-
-
-async def report_waiting(run: Run) -> None:
-    """Prints ready workers if 30 s pass without a step."""
-    while True:
-        num_steps = run.version
-        await sleep(30)
-        if num_steps < run.version:
-            continue
-        replicas = [replica for service in run.services for replica in service.ready()]
-        line = f"           {len(replicas)} workers ready"
-        for replica in replicas:
-            for start_s in islice(replica.in_flight.values(), 1):  # of its oldest request
-                line += f"; {replica.name}, process {replica.processes.ids}: "
-                line += f"busy for {time.time() - start_s:.0f} s"
-        print(line)
 
 
 def step_line(row: Record) -> str:
