@@ -3378,7 +3378,7 @@ def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> It
 async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Trains until step cfg.steps. With --checkpoint, a run that is cancelled is saved."""
+    """Trains until step cfg.steps. With --checkpoint, a run that ends early is saved."""
     cfg = run.cfg
     assert isinstance(cfg, Flags)
 
@@ -3396,9 +3396,11 @@ async def train_saved(
             while run.version < cfg.steps:
                 await train(1)
                 await pause(run.version)
-        # After these errors the trainer still lives.
-        except (CancelledError, UsageError, RunError, OSError):
-            if cfg.checkpoint and await checkpoints.save(run):
+        except (Exception, CancelledError) as error:
+            # A lost trainer has no weights. If one rank has raised, the others wait for it.
+            is_stuck = cfg.trainers > 1 and isinstance(error, ActorError)
+            can_save = cfg.checkpoint and run.trainer.ready() and not is_stuck
+            if can_save and await checkpoints.save(run):
                 print(f"saved after step {run.version}")
             raise
 
@@ -3418,11 +3420,12 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder, which one run uses."""
+    """The newest checkpoints of a folder, which one run uses."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_kept: int = 2) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self.num_kept = num_kept
         # The kernel unlocks it however this process ends.
         self.lock = open(folder / "lock", "w")
         try:
@@ -3431,18 +3434,20 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        return sorted(self.folder.glob("step_*.pt"), reverse=True)
+        """Returns the newest first. A copy named step_best.pt is no checkpoint."""
+        paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d+\.pt", p.name)]
+        return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
         """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
-            except OSError:  # the file may be intact
-                raise
-            except Exception as error:
+            except zipfile.BadZipFile as error:
                 print(f"{path} is damaged: {error}")
                 path.rename(path.with_suffix(".damaged"))
+            except Exception as error:  # the file may be intact
+                raise RunError(f"{path}: {cause_of(error)}") from error
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
@@ -3454,7 +3459,7 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        for old in self.paths()[2:]:
+        for old in self.paths()[self.num_kept :]:
             old.unlink()
         return True
 
@@ -3466,10 +3471,10 @@ def progress_state(progress: Any) -> Record:
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a file of torch.save. Raises an error if a checksum does not match."""
+    """Reads a file of torch.save. Raises BadZipFile if it is cut, or a checksum does not match."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
-            raise ValueError(f"wrong checksum of {damaged}")
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
     # With mmap, no weights are read.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
@@ -3478,6 +3483,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
     from torch.distributed.checkpoint import state_dict
 
+    require_finite(trainer)
     learner = trainer.learner
     state: Record = {"progress": progress}
     state["weights"], state["moments"] = state_dict.get_state_dict(
@@ -3490,6 +3496,32 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     state["critic"] = critic.state() if critic else None
     if current_rank().rank == 0:
         write_durably(Path(path), state)
+
+
+def require_finite(trainer: Trainer) -> None:
+    """Raises RunError if weights are not finite, or so large that logits cannot be."""
+    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
+    # Attention multiplies four weights, and float32 ends at 3.4e38. NaN fails the comparison.
+    if not norm < 1e9:
+        raise RunError(f"the weights are not finite after step {trainer.version}: lower --lr")
+
+
+def export(trainer: Trainer, folder: str) -> None:
+    """Writes a folder for transformers. All ranks take part, as in a checkpoint."""
+    require_finite(trainer)
+    policy = trainer.learner.policy
+    state = whole_state(policy)
+    if current_rank().rank > 0:
+        return
+    try:
+        # An older export may have been in shards, or in another format.
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            Path(folder, f"{name}.index.json").unlink(missing_ok=True)
+        Path(folder, "pytorch_model.bin").unlink(missing_ok=True)
+        policy.model.save_pretrained(folder, state_dict=state)
+        policy.tokenizer.save_pretrained(folder)
+    except Exception as error:  # of several types, as when the disk is full
+        raise RunError(f"{folder}: {cause_of(error)}") from error
 
 
 def write_durably(path: Path, content: Record | str) -> None:
@@ -3542,7 +3574,7 @@ def weights_of(trainer: Trainer) -> Tensor:
     return torch.nn.utils.parameters_to_vector(trainer.learner.weights).detach()
 
 
-async def train_killed(report: Report, cfg: Flags, at_step: int) -> Tensor:
+async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
     """Returns the weights after training. Kills the trainer once, at a step other than 0."""
     checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
 
@@ -3560,15 +3592,7 @@ async def train_killed(report: Report, cfg: Flags, at_step: int) -> Tensor:
 @stage(instead="pass")
 async def demo_recovery(report: Report) -> None:
     """A run whose trainer crashes goes on from a checkpoint, bit for bit."""
-    cfg = Flags(
-        seed=report.cfg.seed,
-        steps=12,
-        save_every=4,
-        max_staleness=0,
-        max_new_tokens=4,
-        lr=1e-3,
-        entropy=0.01,
-    )
+    cfg = demo_config(Flags(seed=report.cfg.seed, steps=12, save_every=4, max_staleness=0))
     step = random.randint(5, 10)
     report.say(f"12 steps; the trainer is killed after step {step}")
     expected = await train_killed(report, cfg, 0)
@@ -3594,7 +3618,8 @@ async def demo_recovery(report: Report) -> None:
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Returns the figures of --json."""
-    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"))
+    num_kept = 2 if cfg.checkpoint else 1  # for a lost trainer
+    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"), num_kept)
     work = partial(do_command, checkpoints, cfg)
     model = checkpoints.folder.resolve() / "model"
     if model.is_dir():  # version 0, which has had its supervised steps
@@ -3619,6 +3644,7 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
+        await asyncio.to_thread(os.sync)  # on disk before it gets its name
         os.replace(f"{model}.new", model)
     figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
@@ -3674,15 +3700,6 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     return accuracies
 
 
-def export(trainer: Trainer, folder: str) -> None:
-    """Runs in each rank."""
-    policy = trainer.learner.policy
-    state = whole_state(policy)
-    if current_rank().rank == 0:
-        policy.model.save_pretrained(folder, state_dict=state)
-        policy.tokenizer.save_pretrained(folder)
-
-
 # -- the run ---
 
 
@@ -3720,12 +3737,21 @@ class UserRun(Run):
     async def begin(self) -> None:
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
-        self.log.writelines(json.dumps(row) + "\n" for row in self.progress.rows)
+        for row in self.progress.rows:
+            self.write_log(row)
         await super().begin()
 
     async def close(self) -> None:
         self.reporting.cancel()
         await super().close()
+
+    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
+        """Returns no groups if a request fails, so that an evaluation does not end the run."""
+        try:
+            return await super().sample_and_score(*args, **options)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
+            return []
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
@@ -3775,8 +3801,18 @@ class UserRun(Run):
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
         row = self.progress.rows[-1]
-        self.log.write(json.dumps(row) + "\n")
+        self.write_log(row)
         print(step_line(row))
+        await self.trainer.request(require_finite)
+
+    def write_log(self, row: Record) -> None:
+        """Writes a line of JSON, with null for NaN. On a full disk the run goes on without log."""
+        finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
+        try:
+            self.log.write(json.dumps(finite) + "\n")
+        except OSError as error:
+            print(f"going on without {self.cfg.log}: {error}")
+            self.log = open(os.devnull, "w")
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
         episodes = [episode for group in groups for episode in group.episodes]
@@ -3846,6 +3882,18 @@ class UserLearner(Learner):
         self.num_ranks = cfg.trainers
         self.critic = critic
         self.penalty = penalty
+
+    def step(self, episodes: list[Episode]) -> StepStats:
+        """Makes a step. If it runs out of memory, tries once more with smaller micro-batches."""
+        try:
+            return super().step(episodes)
+        except torch.OutOfMemoryError:
+            half = self.cfg.tokens_per_micro_batch // 2
+        # After `except`, since the error keeps the tensors of the failed pass.
+        print(f"out of memory: going on with --tokens-per-micro-batch {half}")
+        self.cfg = replace(self.cfg, tokens_per_micro_batch=half)
+        self.optimizer.zero_grad()
+        return super().step(episodes)
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         return self.critic(episodes) if self.critic else super().advantages(episodes)
@@ -4005,6 +4053,9 @@ def right_episode(policy: Policy, prompt: Prompt) -> Episode:
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
+    # The model itself learns the answers, however cold the sampling is.
+    student.policy = copy.copy(learner.policy)
+    student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
     for _ in range(num_steps):
@@ -4047,7 +4098,7 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     flags = saved | given
     # Steps have been made with these three.
     for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
-        if "train" in given and any(Path(folder).glob("step_*.pt")):
+        if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
             raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name}={value}" for name, value in sorted(inherited)])
@@ -4348,6 +4399,9 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
                 "rejected": rejected.responses[0],
             }
             print(json.dumps(record), file=file)
+        file.flush()
+        if path.is_file():  # a device, as in the demo, has no fsync
+            os.fsync(file.fileno())
     return pairs
 
 

@@ -39,8 +39,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -676,6 +678,34 @@ def test_ranks_share_the_rows_and_make_as_many_passes() -> None:
         assert sum(map(sum, sizes)) == num_rows
 
 
+def test_a_step_without_memory_is_made_in_smaller_parts(monkeypatch: Any, capsys: Any) -> None:
+    def limited(policy: Any, ids: Any, is_sampled: Any) -> Any:
+        if ids.numel() > 50 and policy.model.lm_head.weight.grad is not None:
+            raise torch.OutOfMemoryError("2 GiB")
+        return compute(policy, ids, is_sampled)
+
+    compute = m.Policy.token_logprobs
+    monkeypatch.setattr(m.HubPolicy, "token_logprobs", limited)
+    found = []
+    for num_tokens in (40, 80):
+        one = learner(tokens_per_micro_batch=num_tokens)
+        episodes = episodes_of(one)
+        for _ in range(2):
+            one.step(episodes)
+        found.append(parameters(one))
+    assert torch.equal(*found)
+    assert capsys.readouterr().out.count("--tokens-per-micro-batch 40\n") == 1
+
+
+def test_supervised_steps_learn_at_temperature_1() -> None:
+    found = []
+    for temperature in (1.0, 0.5):
+        one = learner(temperature=temperature)
+        m.sft(one, m.training_prompts(m.LetterTask(CFG.seed)), 2)
+        found.append(parameters(one))
+    assert torch.equal(*found) and one.policy.temperature == 0.5
+
+
 def test_an_update_that_is_not_finite_is_left_out(monkeypatch: Any) -> None:
     one = learner()
     before = parameters(one)
@@ -1252,14 +1282,15 @@ class FakeServices:
         self.rng = random.Random(seed)
         self.loses = loses
         self.version = 0
+        self.k3 = 0.0
         self.trainer = asyncio.Lock()  # it makes one step after the other
         self.prompts: list[Any] = []  # of the groups that were trained on
 
     def ready(self) -> list[Any]:
         return [self]
 
-    async def request(self, method: str, *args: Any) -> Any:
-        return await getattr(self, method)(*args)
+    async def request(self, what: Any, *args: Any) -> Any:
+        return await getattr(self, what)(*args) if isinstance(what, str) else None
 
     async def rollout(self, _: Any, at_least: int, asked: list[Any], *__: Any) -> list[Any]:
         assert at_least <= self.version
@@ -1283,7 +1314,7 @@ class FakeServices:
             await asyncio.sleep(0.001 * self.rng.random())
             self.version += 1
         self.prompts += [episode.prompt for episode in episodes]
-        return self.module.StepStats(1, 0.0, 0.0, 0.0, 0.0, 1.0)
+        return self.module.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
 
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
@@ -1353,11 +1384,14 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     assert not trained_on & held_out
 
 
-def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) -> None:
+def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
+    tmp_path: Path, capsys: Any
+) -> None:
     async def interrupt() -> Any:
         cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2)
         run = run_of(m, cfg, FakeServices(m, 0, False))
         run.log = open(tmp_path / "log", "w", buffering=1)
+        run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
         await run.trainer.trainer.acquire()  # the trainer is busy when the signal comes
         step = asyncio.ensure_future(run.step(groups))
@@ -1372,7 +1406,12 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
 
     run = asyncio.run(interrupt())
     (line,) = (tmp_path / "log").read_text().splitlines()
-    assert json.loads(line) == run.progress.rows[0]
+    row = run.progress.rows[0]
+    assert json.loads(line, parse_constant=pytest.fail) == row | {"k3": None}
+    run.log = open("/dev/full", "w", buffering=1)
+    run.write_log(row)
+    run.write_log(row)
+    assert capsys.readouterr().out.count("No space left on device") == 1
 
 
 @pytest.mark.parametrize(
@@ -1391,6 +1430,8 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
     wanted = (m.RunError, f"^{num} requests .*generator_0 has died") if num else (KeyError, "unfor")
     with pytest.raises(wanted[0], match=wanted[1]):
         asyncio.run(asyncio.wait_for(loop(run), 60))
+    if num:  # an evaluation does not end it
+        assert asyncio.run(run.evaluate()) is None
 
 
 def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episodes() -> None:
@@ -2193,10 +2234,58 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
         assert checkpoints.newest()[0] == str(older)
         assert f"{newest} is damaged" in capsys.readouterr().out
     newest.write_bytes(whole)
-    monkeypatch.setattr(m, "read_progress", lambda path: open("/proc/self/mem").read())
-    with pytest.raises(OSError):
-        checkpoints.newest()  # the disk fails, and the file may be whole
-    assert newest.is_file()
+    for error in (OSError("I/O"), MemoryError(), TypeError("a field"), RuntimeError("CUDA")):
+        monkeypatch.setattr(m, "read_progress", Mock(side_effect=error))
+        with pytest.raises(m.RunError, match=rf"{newest}: {type(error).__name__}"):
+            checkpoints.newest()
+    assert newest.is_file()  # it may be whole
+
+
+def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
+    checkpoints = m.Checkpoints(tmp_path, 1)
+    others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
+    for name in others | {"step_99999999.pt"}:
+        (tmp_path / name).touch()
+    trainer = saved_run(tmp_path).trainer
+    run: Any = types.SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
+    asyncio.run(checkpoints.save(run))
+    assert [path.name for path in checkpoints.paths()] == ["step_100000000.pt"]
+    assert {path.name for path in tmp_path.iterdir()} == others | {"step_100000000.pt"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
+    trainer: Any = types.SimpleNamespace(learner=learner(), version=3)
+    trainer.learner.weights[-1].data[0] = value
+    for write in (partial(m.write_checkpoint, progress={}), m.export):
+        with pytest.raises(m.RunError, match="not finite after step 3: lower --lr"):
+            write(trainer, str(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> None:
+    trainer: Any = types.SimpleNamespace(learner=learner(), version=0)
+    for name in ("pytorch_model.bin", "model.safetensors.index.json", "model_best.safetensors"):
+        (tmp_path / name).touch()
+    m.export(trainer, str(tmp_path))
+    names = {path.name for path in tmp_path.glob("*model*")}
+    assert names == {"model.safetensors", "model_best.safetensors"}
+    trainer.learner.policy.tokenizer = Mock()
+    trainer.learner.policy.tokenizer.save_pretrained.side_effect = OSError("the disk is full")
+    with pytest.raises(m.RunError, match=f"{tmp_path}: OSError: the disk is full"):
+        m.export(trainer, str(tmp_path))
+
+
+@pytest.mark.parametrize("num_trainers, lives", [(1, True), (1, False), (2, True)])
+def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, lives: bool) -> None:
+    cfg = replace(CFG, checkpoint="RUN", max_staleness=0, trainers=num_trainers)
+    run = run_of(m, cfg, saved_run(tmp_path).trainer)
+    run.trainer.ready = lambda: [run] * lives
+    run.draw = Mock(side_effect=ActorError(ValueError("a")))
+    checkpoints = m.Checkpoints(tmp_path)
+    with pytest.raises(ActorError):
+        asyncio.run(m.train_saved(run, checkpoints, run.evaluate))
+    assert len(checkpoints.paths()) == (lives and num_trainers == 1)
 
 
 def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: Any) -> None:
@@ -2694,14 +2783,17 @@ def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
     assert model(asked("a", "abcdefgh")) == [[2.0], [2.0]]
 
 
-def test_a_successor_learns_from_answers(tmp_path: Path, without: Any) -> None:
+def test_a_successor_learns_from_answers(tmp_path: Path, without: Any, monkeypatch: Any) -> None:
     fresh = tmp_path / "fresh.jsonl"
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     cfg = replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 16), ask_every=2)
     model = m.RewardModel(cfg, prefers_a, fresh)
     group = asked("bbb", "aaa", "bab", "bbb", "ccc", "ccc", "ddd", "aad", "eee", "aee")
     model(group)
     assert not fresh.exists()
     before = model(group)
+    assert synced == [fresh.stat().st_size]
     texts = [texts for _, texts in m.read_preferences(fresh)]
     # Equal responses are not asked about, and only eight of a group are.
     assert texts == [["aaa", "bbb"], ["bab", "bbb"], ["aad", "ddd"]]
