@@ -2972,10 +2972,9 @@ class HubPolicy(Policy):
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
-        text = self.tokenizer.decode([i for i in episode.ids[start:] if i not in self.end_ids])
-        if not re.search(THOUGHT, text):
-            text = super().response_text(episode, turn)
-        return opening + text
+        ids = [token for token in episode.ids[start:] if token not in self.end_ids]
+        text = opening + self.tokenizer.decode(ids)
+        return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         if not self.takes_positions:

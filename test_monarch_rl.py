@@ -811,6 +811,7 @@ TEXTS = [
     "x <user> y",
     "\n<assistant>",
     "[INST] response",
+    "message0of",
 ]
 
 
@@ -836,6 +837,26 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
             plain = policy.render([{**message, "content": "x"} for message in chat], True)
             wanted = [i for i in policy.tokenize(plain) if i in controls]
             assert [i for i in found if i in controls] == wanted
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bool) -> None:
+    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    tokenizer = policy.tokenizer
+    tokenizer.add_tokens(["<turn>", "<tool>"])
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    cuts = EACH.replace("<user>", "<turn>").replace("content", "content.split('</think>')[-1]")
+    tokenizer.chat_template = cuts + "{% if '<turn>' in messages[0].content %}b{% endif %}"
+    policy._read_template()
+    words = {"user": "a <tool>", "assistant": "<think>b</think>c"}
+    chat = [{"role": role, "content": text} for role, text in words.items()]
+    whole = tokenizer.apply_chat_template(chat, return_dict=False)
+    assert policy.prompt_ids(m.Prompt(0, (m.Turn(tuple(chat), ""),)), 0) == whole
+    forged = m.Prompt(0, (m.user_turn("<turn>", ""),))
+    with pytest.raises(m.UsageError, match="reads control tokens"):
+        policy.prompt_ids(forged, 0)
+    tokenizer.chat_template = cuts
+    assert policy.prompt_ids(forged, 0).count(tokenizer.convert_tokens_to_ids("<turn>")) == 1
 
 
 def test_a_conversation_is_what_the_template_says() -> None:
@@ -900,6 +921,11 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     assert set(policy.end_ids) == {of_template, 2, 5}
     right = m.episode_with(policy, m.LetterTask(CFG.seed).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
+    switch = {"rope_type": "longrope", "original_max_position_embeddings": 24}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model.config.rope_parameters |= switch | factors
+    model.save_pretrained(folder)
+    assert policy_of(folder).context == 24
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> None:
@@ -1352,6 +1378,27 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
     assert json.loads(line) == run.progress.rows[0]
 
 
+def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> None:
+    policy = policy_of()
+    policy.tokenizer.chat_template += "{{ raise_exception('no b') if 'b' in messages[0].content }}"
+
+    class Refusing(FakeServices):
+        async def request(self, method: Any, *args: Any) -> Any:
+            if callable(method):
+                return method(types.SimpleNamespace(policy=policy), *args)
+            if method == "rollout" and "content': 'b'" in str(args):
+                raise ActorError(m.UsageError("the template"))
+            return await super().request(method, *args)
+
+    for texts in ("abcb", "bb"):
+        run = run_of(m, CFG, Refusing(m, 0, False))
+        prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
+        groups = asyncio.run(run.sample_and_score(prompts, 2, None))
+        assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
+        assert [group.number for group in groups] == [i for i, t in enumerate(texts) if t != "b"]
+    assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
+
+
 def test_a_run_that_earns_nothing_ends() -> None:
     class Dead(FakeServices):
         async def request(self, *_: Any) -> Any:
@@ -1429,7 +1476,11 @@ RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$
 RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
-WRONG_ANSWERS = [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
+THOUGHTS = [("<|channel|>analysis<|message|>3<|channel|>final<|message|>4", 4)]
+THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
+RIGHT += THOUGHTS
+WRONG_ANSWERS = [("<|channel|>analysis<|message|>3", 3), ("[THINK]4", 4)]
+WRONG_ANSWERS += [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
@@ -1443,6 +1494,19 @@ def test_answers() -> None:
     assert [text for text in SAME_TEXT if task.grade(text, text) != 1] == []
     assert m.final_part(r"<think>7</think> So #### \boxed{1,042}.") == "1042"
     assert m.final_part("**(B)**.") == "b"
+
+
+def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
+    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    marks = "<|channel|> <|message|> [THINK] [/THINK] <think> </think>".split()
+    policy.tokenizer.add_tokens(marks, special_tokens=True)
+    said = [("", text) for text, _ in THOUGHTS] + [("<think>\n", "3</think>4"), ("<think>\n", "4")]
+    for prompt, sampled in [*said, ("", "4")]:
+        episode = m.Episode(m.LetterTask(0).prompt(0))
+        episode.add_prompt(policy.tokenize("<user>" + prompt))
+        for token in policy.tokenize(sampled + "<end>"):
+            episode.add(token, 1, 0.0)
+        assert policy.response_text(episode, 1) == prompt.strip() + sampled
 
 
 def test_the_example_of_the_section_on_data(tmp_path: Path) -> None:
@@ -1472,19 +1536,28 @@ def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
         assert pairs == {question: turn.answer}
 
 
-WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
-WRONG_LINES += [
-    '{"prompt": [{"role": "assistant", "content": "a"}]}',
-    "[" * 9999,
-    '{"prompt": "\\ud800"}',
-]
+WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
+WRONG_LINES |= {
+    '{"prompt": [{"role": 1}]}': "",
+    '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
+    '{"prompt": "\\ud800"}': "",
+    '{"prompt": [{"role": "user", "content": null}]}': "content must be text",
+    '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
+    '{"question": "a", "answer": 1}': r"no prompt among \['question', 'answer'\]",
+    '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
+    '{"prompt": "a", "answer": "(*)."}': "no answer",
+    '{"prompt": "a", "answer": [1]}': "no answer",
+}
 
 
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a", "answer": "b"}\n\n' + line + "\n")
-    with pytest.raises(m.UsageError, match="line 3"):
+    parts = '[{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}]'
+    file.write_text(f'{{"prompt": {parts}, "answer": "b"}}\n\n')
+    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("ab", "b"),))
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(m.UsageError, match="line 3: .*" + WRONG_LINES[line]):
         m.FileTask(str(file), 0)
 
 
