@@ -2888,7 +2888,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # of no character
+CUT = "\ufdd0"  # no character
 
 
 class HubPolicy(Policy):
@@ -2968,7 +2968,7 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps the marks of thoughts, which may be special tokens, or open in the prompt."""
+        """Keeps thoughts apart: their marks may be special tokens, or end the prompt."""
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -3058,12 +3058,11 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # "" and "*" would be right for an empty response.
+        # The answer "*" would equal an empty response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
     except Exception as error:  # of many types
-        wanted = '{"prompt": text or messages, "answer": ...}'
-        raise UsageError(f"{where}: not {wanted}: {error!r}") from error
+        raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), answer),))
 
 
@@ -3736,13 +3735,11 @@ class UserRun(Run):
             raise RunError(f"20 requests in a row brought no reward: {reason}")
         return groups
 
-    async def request_rollout(
-        self, prompts: list[Prompt], group_size: int, seed: int | None
-    ) -> list[Episode]:
+    async def request_rollout(self, prompts: list[Prompt], **how: Any) -> list[Episode]:
         """A prompt that the chat template refuses costs only itself."""
         request = super().request_rollout
         try:
-            return await request(prompts, group_size, seed)
+            return await request(prompts, **how)
         except ActorError:
             refused = await self.generators.request(refusals, prompts)
             if not refused:
@@ -3750,7 +3747,7 @@ class UserRun(Run):
         for reason in refused.values():
             self.note_error(reason)
         accepted = [prompt for prompt in prompts if prompt.number not in refused]
-        return await request(accepted, group_size, seed) if accepted else []
+        return await request(accepted, **how) if accepted else []
 
     def note_error(self, reason: str) -> None:
         if reason not in self.errors and len(self.errors) < 5:
@@ -3890,7 +3887,7 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
 
 
 def refusals(generator: Generator, prompts: list[Prompt]) -> dict[int, str]:
-    """Returns by number why the chat template refuses prompts."""
+    """Returns, by number, why the chat template refuses prompts."""
     reasons = {}
     for prompt in prompts:
         try:

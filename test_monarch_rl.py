@@ -810,8 +810,7 @@ TEXTS = [
     "<end>",
     "x <user> y",
     "\n<assistant>",
-    "[INST] response",
-    "message0of",
+    "[INST] response, message0of",
 ]
 
 
@@ -848,10 +847,10 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     cuts = EACH.replace("<user>", "<turn>").replace("content", "content.split('</think>')[-1]")
     tokenizer.chat_template = cuts + "{% if '<turn>' in messages[0].content %}b{% endif %}"
     policy._read_template()
-    words = {"user": "a <tool>", "assistant": "<think>b</think>c"}
-    chat = [{"role": role, "content": text} for role, text in words.items()]
-    whole = tokenizer.apply_chat_template(chat, return_dict=False)
-    assert policy.prompt_ids(m.Prompt(0, (m.Turn(tuple(chat), ""),)), 0) == whole
+    answer = {"role": "assistant", "content": "<think>b</think>c"}
+    turn = m.Turn((*m.user_turn("a <tool>", "").messages, answer), "")
+    whole = tokenizer.apply_chat_template([*turn.messages], return_dict=False)
+    assert policy.prompt_ids(m.Prompt(0, (turn,)), 0) == whole
     forged = m.Prompt(0, (m.user_turn("<turn>", ""),))
     with pytest.raises(m.UsageError, match="reads control tokens"):
         policy.prompt_ids(forged, 0)
@@ -921,9 +920,8 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     assert set(policy.end_ids) == {of_template, 2, 5}
     right = m.episode_with(policy, m.LetterTask(CFG.seed).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
-    switch = {"rope_type": "longrope", "original_max_position_embeddings": 24}
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    model.config.rope_parameters |= switch | factors
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model.config.rope_parameters |= {**rope, "original_max_position_embeddings": 24}
     model.save_pretrained(folder)
     assert policy_of(folder).context == 24
 
@@ -1500,8 +1498,8 @@ def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
     policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
     marks = "<|channel|> <|message|> [THINK] [/THINK] <think> </think>".split()
     policy.tokenizer.add_tokens(marks, special_tokens=True)
-    said = [("", text) for text, _ in THOUGHTS] + [("<think>\n", "3</think>4"), ("<think>\n", "4")]
-    for prompt, sampled in [*said, ("", "4")]:
+    said = [("", text) for text in ("4", THOUGHTS[0][0], THOUGHTS[1][0])]
+    for prompt, sampled in [*said, ("<think>\n", "3</think>4"), ("<think>\n", "4")]:
         episode = m.Episode(m.LetterTask(0).prompt(0))
         episode.add_prompt(policy.tokenize("<user>" + prompt))
         for token in policy.tokenize(sampled + "<end>"):
@@ -1541,12 +1539,10 @@ WRONG_LINES |= {
     '{"prompt": [{"role": 1}]}': "",
     '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
     '{"prompt": "\\ud800"}': "",
-    '{"prompt": [{"role": "user", "content": null}]}': "content must be text",
     '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
     '{"question": "a", "answer": 1}': r"no prompt among \['question', 'answer'\]",
     '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
     '{"prompt": "a", "answer": "(*)."}': "no answer",
-    '{"prompt": "a", "answer": [1]}': "no answer",
 }
 
 
@@ -1912,13 +1908,16 @@ def test_mistakes_are_told_as_requirements() -> None:
     assert [*m.mistakes_in(replace(cfg, reward="model"))] == []
 
 
-@pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
+MISTAKES = ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f", "--task data.csv"]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
 def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"prompt": 3}')
     (tmp_path / "own.py").write_text("1 / 0")
     flag, name = words.split()
     cfg = m.read_flags(["--train", "--model", str(tmp_path), flag, str(tmp_path / name)])
-    with pytest.raises(m.UsageError, match=r"line 1\b.*(wanted|not|ZeroDivisionError)"):
+    with pytest.raises(m.UsageError, match=r"line 1\b.*(not|ZeroDivision)|csv: .*to_json"):
         m.user_task(cfg)
 
 
