@@ -1633,6 +1633,11 @@ class Policy:
             before = self.render(earlier[:-1], True) + RESPONSE["content"]
         return before, self.render([*earlier, *turns[-1].messages], True)
 
+    def response_text(self, episode: Episode, turn: int) -> str:
+        """Returns the text of a response, for rewards and people; training reads the ids."""
+        ids = episode.ids[episode.turn_of.index(turn) :]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
         return self.model(ids, **inputs).logits
@@ -1760,11 +1765,9 @@ def respond(
         if len(unfinished) < len(rows):
             rows = [rows[place] for place in unfinished]
             decoder.select(unfinished)
-    # The text is for rewards and people; training reads the ids.
     for episode in episodes:
-        ids = episode.ids[episode.turn_of.index(turn) :]
-        episode.responses.append(policy.tokenizer.decode(ids, skip_special_tokens=True))
-        episode.truncated.append(ids[-1] not in policy.end_ids)
+        episode.responses.append(policy.response_text(episode, turn))
+        episode.truncated.append(episode.ids[-1] not in policy.end_ids)
 
 
 def new_episodes(prompts: list[Prompt], group_size: int) -> list[Episode]:
@@ -2478,10 +2481,12 @@ class Run:
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
         """Returns groups of scored episodes. seed: of the run; None: greedy."""
+
+        async def request(some: list[Prompt]) -> list[Episode]:
+            return await self.request_rollout(new_episodes(some, group_size), seed)
+
         # At most 64 prompts in one request, to bound the memory of KV caches.
-        request = partial(self.request_rollout, group_size, seed)
         episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), request)
-        self.num_too_long += len(prompts) * group_size - len(episodes)
         sampled = groups_of(episodes)
         conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
         # The reward workers share the groups; the answers come in the same order.
@@ -2501,16 +2506,17 @@ class Run:
                 groups.append(Group(scored))
         return groups
 
-    async def request_rollout(
-        self, group_size: int, seed: int | None, prompts: list[Prompt]
-    ) -> list[Episode]:
-        """Returns the episodes of one request."""
-        # Each request has a seed of its own: a multiple for the run, plus its first prompt's
-        # number. It stays below 2^63.
+    async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
+        """Makes one request. Returns the episodes that fit the context."""
+        # Each request has a seed of its own: a multiple for the run, another one for the turn, plus
+        # the number of its first prompt. It stays below 2^63.
         if seed is not None:
-            seed = seed % 10**9 * 1_000_000_007 + prompts[0].number
-        args = (self.handle, self.version, new_episodes(prompts, group_size), seed)
-        return await self.generators.request("rollout", *args)
+            turn = len(episodes[0].responses)
+            seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
+        args = (self.handle, self.version, episodes, seed)
+        sampled = await self.generators.request("rollout", *args)
+        self.num_too_long += len(episodes) - len(sampled)
+        return sampled
 
     async def step(self, groups: list[Group]) -> None:
         """Lets the trainer train on a batch. Counts the groups, and adds a row."""
@@ -2873,6 +2879,9 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
+CUT = "\ufdd0"  # no character
+
+
 class HubPolicy(Policy):
     """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
 
@@ -2890,18 +2899,29 @@ class HubPolicy(Policy):
         self.learns_entropy = cfg.entropy > 0
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
+        rope = getattr(config, "rope_parameters", None) or {}
+        # In longer texts Phi-3 rotates all keys otherwise, also cached ones.
+        if rope.get("rope_type") == "longrope":
+            self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         # Recurrent models may not accept position_ids.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.control_tokens = self.tokenizer.get_added_vocab()  # <|im_end|>, <|im_start|>
-        self.end_ids = self._end_ids()
+        self._read_template()
 
-    def _end_ids(self) -> list[int]:
+    def _read_template(self) -> None:
+        """Sets end_ids and control_tokens."""
+        text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
+        # Tokens that could forge a turn: <|im_start|>, <|im_end|>; not <think> or <tool_call>.
+        emitted = self.tokenize(text)
+        self.control_tokens: dict[str, int] = {}
+        for i, token in self.tokenizer.added_tokens_decoder.items():
+            is_harmless = re.fullmatch(r"\s+|</?think>", token.content)
+            if (token.special or i in emitted) and not is_harmless:
+                self.control_tokens[token.content] = i
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
-        chat = [{"role": "user", "content": "question"}, RESPONSE]
-        _, response, closing = self.render(chat, False).rpartition(RESPONSE["content"])
+        _, response, closing = text.rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
         ends = [end for end in first if end in self.control_tokens.values()]
         # An id, a list of ids, or None.
@@ -2910,41 +2930,42 @@ class HubPolicy(Policy):
                 ends += end if isinstance(end, list) else [end]
         if not ends:
             raise UsageError("the tokenizer has no end token (eos_token)")
-        return ends
+        self.end_ids = ends
 
     def render(self, messages: Any, add_generation_prompt: bool) -> str:
         return called("the chat template", super().render, messages, add_generation_prompt)
 
-    def tokenize(self, text: str, is_plain: bool = False) -> list[int]:
-        """is_plain: control tokens become ordinary text."""
-        tokens = self.tokenizer(text, add_special_tokens=False, split_special_tokens=is_plain)
-        return tokens["input_ids"]
-
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
         """Raises UsageError if the template changes text."""
-        # "<|im_end|>" in a message would end the turn.
-        plain: dict[str, str] = {}  # placeholder -> text
-        messages = []
-        for message in prompt.turns[turn].messages:
-            words = message["content"].strip()
-            if any(token in words for token in self.control_tokens):
-                placeholder = f"message{len(plain)}of"
-                plain[placeholder] = words
-                message = {**message, "content": message["content"].replace(words, placeholder)}
-            messages.append(message)
-        before, text = self.render_turn((*prompt.turns[:turn], Turn(tuple(messages), None)))
+        *earlier, last = prompt.turns[: turn + 1]
+        before, text = self.render_turn((*earlier, last))
         if not text.startswith(before):
             raise UsageError("this chat template changes earlier turns: use one turn")
-        for message in messages:
+        messages = []
+        for message in last.messages:
+            content = message["content"]
             # Templates may strip /no_think (system) and thoughts (assistant).
             must_appear = message["role"] not in ("system", "assistant")
-            if must_appear and message["content"].strip() not in text:
+            if must_appear and content.strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-        # "...message0of..." -> ids of the template, plain ids of the message, ...
-        ids = []
-        for part in re.split(r"(message\d+of)", text.removeprefix(before)):
-            ids += self.tokenize(plain.get(part, part), is_plain=part in plain)
-        return ids
+            # "<|im_end|>" in a message would end the turn: "<" is tokenized apart.
+            for token in self.control_tokens:
+                content = content.replace(token, token[0] + CUT + token[1:])
+            messages.append({**message, "content": content})
+        _, cut = self.render_turn((*earlier, Turn(tuple(messages), None)))
+        if cut.replace(CUT, "") != text:
+            raise UsageError(f"the template reads control tokens in: {last.messages}")
+        pieces = cut.removeprefix(before).split(CUT)
+        return [i for piece in pieces for i in self.tokenize(piece)]
+
+    def response_text(self, episode: Episode, turn: int) -> str:
+        """Keeps thoughts apart: their marks may be special tokens, or end the prompt."""
+        start = episode.turn_of.index(turn)
+        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
+        opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
+        ids = [token for token in episode.ids[start:] if token not in self.end_ids]
+        text = opening + self.tokenizer.decode(ids)
+        return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         if not self.takes_positions:
@@ -2988,8 +3009,8 @@ class WordTask(Task):
         rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
         example = user_turn(f"{rule} {other}", "").messages
         solved = {"role": "assistant", "content": other_answer}
-        turn = user_turn(word, answer)
-        return Prompt(number, (replace(turn, messages=(*example, solved, *turn.messages)),))
+        question = user_turn(word, "").messages
+        return Prompt(number, (Turn((*example, solved, *question), answer),))
 
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
@@ -3011,22 +3032,37 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
             yield f"{path}, line {number}", line
 
 
-def prompt_of(number: int, record: Any, where: str) -> Prompt:
+def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> Prompt:
     """Converts {"prompt": text or messages, "answer": ...}, or its JSON, or a Prompt."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
     try:
         record = json.loads(record) if isinstance(record, str) else record
+        if "prompt" not in record:
+            raise ValueError(f"no prompt among {[*record]}")
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
+        messages = [{**each, "content": text_of(each["content"])} for each in messages]
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
+        answer = record.get("answer")
+        # The answer "*" would equal an empty response.
+        if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
+            raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
     except Exception as error:  # of many types
-        raise UsageError(f'{where}: not {{"prompt": text or messages}}: {error!r}') from error
-    return Prompt(number, (Turn(tuple(messages), record.get("answer")),))
+        raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
+    return Prompt(number, (Turn(tuple(messages), answer),))
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a message, which may be a list of parts."""
+    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("content must be text")
+    return "".join(texts)
 
 
 # \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
@@ -3035,13 +3071,16 @@ BOX = r"""(?x) \\boxed \{ (
     | \{ (?: [^{}]            # any in braces, or
         | \{ [^{}]* \} )* \}  # any in braces in braces
     )* ) \}"""
+# Of Qwen, Magistral and gpt-oss:
+THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
+ANSWER = r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>|####"
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
 
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
-    # The text after the last mark; ignore an unclosed <think> block.
-    text = re.split(r"</think>|####", text)[-1].partition("<think>")[0]
+    # The text after the last mark; ignore an unclosed thought.
+    text = re.split(THOUGHT, re.split(ANSWER, text)[-1])[0]
     text = [text, *re.findall(BOX, text)][-1]
     # One code point per accented letter; "-" for the minus sign; 1,000 -> 1000.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
@@ -3053,8 +3092,9 @@ def final_part(text: str) -> str:
 class FileTask(Task):
     """Prompts are shuffled once, then repeated."""
 
-    def __init__(self, path: str, seed: int) -> None:
-        self.prompts = [prompt_of(0, line, where) for where, line in lines_of(Path(path))]
+    def __init__(self, path: str, seed: int, is_graded: bool = True) -> None:
+        lines = lines_of(Path(path))
+        self.prompts = [prompt_of(0, line, where, is_graded) for where, line in lines]
         if not self.prompts:
             raise UsageError(f"--task {path}: no prompts")
         random.Random(seed).shuffle(self.prompts)
@@ -3083,7 +3123,7 @@ def load_python(spec: str) -> Any:
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not path.endswith(".py"):
-        raise UsageError(f"{spec}: not a FILE.py:NAME")
+        raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
     # After Python's library, before installed packages.
@@ -3139,14 +3179,9 @@ def make_task(name: str, reward: str, seed: int) -> Task:
         called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
     if name in ("repeat", "count", "pattern"):
         return UserTask(WordTask(name, seed), scorer)
-    if not name.endswith(".jsonl"):
-        return UserTask(called(name, load_python(name)), scorer)
-    task = FileTask(name, seed)
-    # FileTask compares only texts and numbers.
-    types = {type(prompt.turns[0].answer) for prompt in task.prompts}
-    if not reward and types - {str, int, float, bool}:
-        raise UsageError(f"--task {name}: its answers need --reward")
-    return UserTask(task, scorer)
+    if name.endswith(".jsonl"):
+        return UserTask(FileTask(name, seed, is_graded=not reward), scorer)
+    return UserTask(called(name, load_python(name)), scorer)
 
 
 # -- the reward process ---
@@ -3763,32 +3798,40 @@ class UserRun(Run):
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
 
-    async def request_rollout(
-        self, group_size: int, seed: int | None, prompts: list[Prompt]
-    ) -> list[Episode]:
-        """Lets an environment reply until the conversations are over."""
-        going = await super().request_rollout(group_size, seed, prompts)
+    async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
+        """Returns whole conversations. With an environment, each turn is a request."""
         ended: list[Episode] = []
-        while going and self.task.reply:
-            conversations = [(episode.prompt, episode.responses) for episode in going]
+        while episodes:
+            sampled = await self.request_accepted(episodes, seed)
+            if not self.task.reply:
+                return sampled
+            conversations = [(episode.prompt, episode.responses) for episode in sampled]
             replies = await self.reward_workers.request(request_replies, conversations)
-            replied = []
-            for episode, reply in zip(going, replies, strict=True):
+            episodes = []
+            for episode, reply in zip(sampled, replies, strict=True):
                 if isinstance(reply, str):  # the reason why there is none; the episode is left out
                     self.note_error(reply)
                 elif reply and len(episode.responses) < self.cfg.max_turns:
                     episode.add_reply(reply)
-                    replied.append(episode)
+                    episodes.append(episode)
                 else:
                     ended.append(episode)
-            going = []
-            if replied:
-                # Another seed for each turn.
-                rng = random.Random(f"{seed} {prompts[0].number} {len(replied[0].responses)}")
-                own_seed = None if seed is None else rng.getrandbits(63)
-                args = (self.handle, self.version, replied, own_seed)
-                going = await self.generators.request("rollout", *args)
-        return sorted(ended + going, key=lambda episode: episode.prompt.number)
+        return sorted(ended, key=lambda episode: episode.prompt.number)
+
+    async def request_accepted(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
+        """Makes one request. A prompt that the chat template refuses costs only itself."""
+        request = super().request_rollout
+        try:
+            return await request(episodes, seed)
+        except ActorError:
+            prompts = [episode.prompt for episode in episodes]
+            refused = await self.generators.request(refusals, prompts)
+            if not refused:
+                raise
+        for reason in refused.values():
+            self.note_error(reason)
+        accepted = [e for e in episodes if e.prompt.number not in refused]
+        return await request(accepted, seed) if accepted else []
 
     def note_error(self, reason: str) -> None:
         if reason not in self.errors and len(self.errors) < 5:
@@ -3959,6 +4002,18 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     return learner, DeviceWriter(weights, cfg.generators, dtype)
 
 
+def refusals(generator: Generator, prompts: list[Prompt]) -> dict[int, str]:
+    """Returns, by number, why the chat template refuses prompts."""
+    reasons = {}
+    for prompt in prompts:
+        try:
+            for turn in range(len(prompt.turns)):
+                generator.policy.prompt_ids(prompt, turn)
+        except UsageError as error:
+            reasons[prompt.number] = f"{prompt.turns[0].messages!r:.80}: {error}"
+    return reasons
+
+
 def generator_policy(cfg: Flags) -> Policy:
     share_cores(cfg)
     return HubPolicy(cfg, getattr(torch, cfg.dtype))
@@ -3991,9 +4046,10 @@ def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
         if any(turn.answer is None for turn in prompt.turns):
             raise UsageError("--sft-steps: a prompt has no answer")
         num_too_long += 1
-        if len(right_episode(policy, prompt).ids) <= policy.context:
-            num_too_long = 0
-            yield prompt
+        with suppress(UsageError):  # refused by the template
+            if len(right_episode(policy, prompt).ids) <= policy.context:
+                num_too_long = 0
+                yield prompt
         if num_too_long == 1000:
             raise UsageError("--sft-steps: no prompt fits the context")
 

@@ -842,7 +842,7 @@ EACH = "{% for m in messages %}<user>{{ m.role }}\n{{ m.content | trim }}<end>\n
 INST = "{% for m in messages %}{% if m.role == 'user' %}<user>[INST] {{ m.content }} [/INST]"
 INST += "{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
 TEXTS = ["a", "", " a\n", "é", "e\u0301 🙂"]
-TEXTS += ["<end>", "x <user> y", "\n<assistant>", "[INST] response"]
+TEXTS += ["<end>", "x <user> y", "\n<assistant>", "[INST] response, message0of"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
@@ -867,6 +867,26 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
             plain = policy.render([{**message, "content": "x"} for message in chat], True)
             wanted = [i for i in policy.tokenize(plain) if i in controls]
             assert [i for i in found if i in controls] == wanted
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bool) -> None:
+    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    tokenizer = policy.tokenizer
+    tokenizer.add_tokens(["<turn>", "<tool>"])
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    cuts = EACH.replace("<user>", "<turn>").replace("content", "content.split('</think>')[-1]")
+    tokenizer.chat_template = cuts + "{% if '<turn>' in messages[0].content %}b{% endif %}"
+    policy._read_template()
+    answer = {"role": "assistant", "content": "<think>b</think>c"}
+    turn = m.Turn((*m.user_turn("a <tool>", "").messages, answer), "")
+    whole = tokenizer.apply_chat_template([*turn.messages], return_dict=False)
+    assert policy.prompt_ids(m.Prompt(0, (turn,)), 0) == whole
+    forged = m.Prompt(0, (m.user_turn("<turn>", ""),))
+    with pytest.raises(m.UsageError, match="reads control tokens"):
+        policy.prompt_ids(forged, 0)
+    tokenizer.chat_template = cuts
+    assert policy.prompt_ids(forged, 0).count(tokenizer.convert_tokens_to_ids("<turn>")) == 1
 
 
 def check_conversations(policy: Any, sampled: list[Any]) -> None:
@@ -923,7 +943,7 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     run.reward_workers = types.SimpleNamespace(request=reply)
     prompts = [task.prompt(number) for number in range(25)]
     seeds: list[int] = []
-    sampled = asyncio.run(run.request_rollout(4, 0, prompts))
+    sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
     check_conversations(policy, sampled)
     # The same letters are never asked for again, and the answer follows the question.
     assert m.num_ignored(sampled) == 0
@@ -1003,6 +1023,10 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     assert set(policy.end_ids) == {of_template, 2, 5}
     right = m.episode_with(policy, m.LetterTask(CFG.seed).prompt(0), ["abc", "a"])
     assert right.ids[-1] == of_template
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    model.config.rope_parameters |= {**rope, "original_max_position_embeddings": 24}
+    model.save_pretrained(folder)
+    assert policy_of(folder).context == 24
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> None:
@@ -1414,6 +1438,27 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     assert capsys.readouterr().out.count("No space left on device") == 1
 
 
+def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> None:
+    policy = policy_of()
+    policy.tokenizer.chat_template += "{{ raise_exception('no b') if 'b' in messages[0].content }}"
+
+    class Refusing(FakeServices):
+        async def request(self, method: Any, *args: Any) -> Any:
+            if callable(method):
+                return method(types.SimpleNamespace(policy=policy), *args)
+            if method == "rollout" and "content': 'b'" in str(args):
+                raise ActorError(m.UsageError("the template"))
+            return await super().request(method, *args)
+
+    for texts in ("abcb", "bb"):
+        run = run_of(m, CFG, Refusing(m, 0, False))
+        prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
+        groups = asyncio.run(run.sample_and_score(prompts, 2, None))
+        assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
+        assert [group.number for group in groups] == [i for i, t in enumerate(texts) if t != "b"]
+    assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(
     "loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)]
 )
@@ -1524,13 +1569,11 @@ RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
 RIGHT += [("<think>40?</think> It is 42.", 42)]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
-WRONG_ANSWERS = [
-    ("London", "Paris"),
-    ("It is 42 or 43.", 42),
-    ("", "Paris"),
-    ("", "7"),
-    ("-7", "7"),
-]
+THOUGHTS = [("<|channel|>analysis<|message|>3<|channel|>final<|message|>4", 4)]
+THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
+RIGHT += THOUGHTS
+WRONG_ANSWERS = [("<|channel|>analysis<|message|>3", 3), ("[THINK]4", 4)]
+WRONG_ANSWERS += [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
@@ -1544,6 +1587,19 @@ def test_answers() -> None:
     assert [text for text in SAME_TEXT if task.grade(text, text) != 1] == []
     assert m.final_part(r"<think>7</think> So #### \boxed{1,042}.") == "1042"
     assert m.final_part("**(B)**.") == "b"
+
+
+def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
+    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    marks = "<|channel|> <|message|> [THINK] [/THINK] <think> </think>".split()
+    policy.tokenizer.add_tokens(marks, special_tokens=True)
+    said = [("", text) for text in ("4", THOUGHTS[0][0], THOUGHTS[1][0])]
+    for prompt, sampled in [*said, ("<think>\n", "3</think>4"), ("<think>\n", "4")]:
+        episode = m.Episode(m.LetterTask(0).prompt(0))
+        episode.add_prompt(policy.tokenize("<user>" + prompt))
+        for token in policy.tokenize(sampled + "<end>"):
+            episode.add(token, 1, 0.0)
+        assert policy.response_text(episode, 1) == prompt.strip() + sampled
 
 
 def test_words_are_graded() -> None:
@@ -1565,19 +1621,27 @@ def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
         assert pairs == {question: turn.answer}
 
 
-WRONG_LINES = ["{", "[1]", '{"answer": 1}', '{"prompt": 3}', '{"prompt": [{"role": 1}]}']
-WRONG_LINES += ['{"prompt": [{"role": "assistant", "content": "a"}]}', '{"prompt": "\\ud800"}']
-WRONG_LINES += ["[" * 9999]
+WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
+WRONG_LINES |= {
+    '{"prompt": [{"role": 1}]}': "",
+    '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
+    '{"prompt": "\\ud800"}': "",
+    '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
+    '{"question": "a", "answer": 1}': r"no prompt among \['question', 'answer'\]",
+    '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
+    '{"prompt": "a", "answer": "(*)."}': "no answer",
+}
 
 
-@pytest.mark.parametrize("reads", [lambda path: m.FileTask(str(path), 0), m.read_preferences])
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, reads: Any) -> None:
+def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
-    right = '{"prompt": "a", "answer": "b", "chosen": "b", "rejected": ""}'
-    file.write_text(f"{right}\n\n{line}\n")
-    with pytest.raises(m.UsageError, match=r"data\.jsonl, line 3: "):
-        reads(file)
+    parts = '[{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}]'
+    file.write_text(f'{{"prompt": {parts}, "answer": "b"}}\n\n')
+    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("ab", "b"),))
+    file.write_text(file.read_text() + line + "\n")
+    with pytest.raises(m.UsageError, match="line 3: .*" + WRONG_LINES[line]):
+        m.FileTask(str(file), 0)
 
 
 def data_file(folder: Path, num: int = 60) -> Path:
@@ -1974,13 +2038,16 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("words", ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f"])
+MISTAKES = ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f", "--task data.csv"]
+
+
+@pytest.mark.parametrize("words", MISTAKES)
 def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> None:
     (tmp_path / "wrong.jsonl").write_text('{"prompt": 3}')
     (tmp_path / "own.py").write_text("1 / 0")
     flag, name = words.split()
     cfg = m.read_flags(["--train", "--model", str(tmp_path), flag, str(tmp_path / name)])
-    with pytest.raises(m.UsageError, match=r"line 1\b.*(wanted|not|ZeroDivisionError)"):
+    with pytest.raises(m.UsageError, match=r"line 1\b.*(not|ZeroDivision)|csv: .*to_json"):
         m.user_task(cfg)
 
 
