@@ -1685,7 +1685,7 @@ class Policy:
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
         with torch.set_grad_enabled(self.learns_entropy and logp.requires_grad):
-            # The sum of -p log p. A masked token has log p = -inf, and unclamped a gradient of NaN.
+            # The sum of -p log p. A masked token has log p = -inf: unclamped, its gradient is NaN.
             return chosen, torch.special.entr(logp.clamp(min=-80).exp()).sum(-1)
 
 
@@ -1848,7 +1848,7 @@ def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
 
 
 def tensors_of(episodes: list[Episode], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids [B, T], is_sampled [B, T - 1], and the recorded log-probabilities [N]."""
+    """Returns ids [B, T], is_sampled [B, T - 1], and recorded log-probabilities [N]."""
     ids = padded([episode.ids for episode in episodes], device)
     is_sampled = padded([episode.turn_of for episode in episodes], device)[:, 1:] > 0
     logprobs = padded([episode.logprobs for episode in episodes], device)[:, 1:]
@@ -2079,7 +2079,7 @@ class Learner:
         return float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
 
     def micro_batches(self, episodes: list[Episode], advantage: list[list[float]]) -> list[Batch]:
-        """Packs the episodes into micro-batches, sorted by length to save padding."""
+        """Packs episodes into micro-batches, sorted by length to save padding."""
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         rows = self.rows_to_train(advantage)
         rows.sort(key=lambda row: -len(episodes[row].ids))
@@ -2102,11 +2102,11 @@ class Learner:
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
         """Cuts rows, the longest first, into micro-batches.
 
-        By example, 1000 tokens with padding: 500 400 | 300 300 200 | 150 50 50 50 50
+        By example, rows of these lengths at 1000 tokens: 500 400 | 300 300 200 | 150 50 50 50
         """
         parts = []
         while rows:
-            # At least one row.
+            # By example, 3 rows: 3 * 300 <= 1000 tokens.
             longest = len(episodes[rows[0]].ids)
             num_rows = max(1, self.cfg.tokens_per_micro_batch // longest)
             parts.append(rows[:num_rows])
@@ -4455,7 +4455,7 @@ HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local f
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     """Copies versions into the arena of this host, with the lease of reader `number`."""
     version = Arena.NOTHING
-    handle = replace(handle, layout=())  # unused there, and large
+    handle = replace(handle, layout=())  # unused, and large
     try:
         while True:
             # Until the next call, nobody writes into this slot.
