@@ -1662,7 +1662,8 @@ class Policy:
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
         with torch.set_grad_enabled(self.learns_entropy and logp.requires_grad):
-            return chosen, torch.special.entr(logp.exp()).sum(-1)  # sum of -p log p
+            # The sum of -p log p. A masked token has log p = -inf: unclamped, its gradient is NaN.
+            return chosen, torch.special.entr(logp.clamp(min=-80).exp()).sum(-1)
 
 
 # -- 9d. Sampling ---
@@ -1829,14 +1830,20 @@ def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
 
 
+def tensors_of(episodes: list[Episode], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ids [B, T], is_sampled [B, T - 1], and recorded log-probabilities [N]."""
+    ids = padded([episode.ids for episode in episodes], device)
+    is_sampled = padded([episode.turn_of for episode in episodes], device)[:, 1:] > 0
+    logprobs = padded([episode.logprobs for episode in episodes], device)[:, 1:]
+    return ids, is_sampled, logprobs[is_sampled]
+
+
 @torch.no_grad()
 def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
     """Returns [N] log-probabilities twice: as recorded, and by the trainer's pass."""
-    ids = padded([episode.ids for episode in episodes], policy.device)
-    is_sampled = padded([episode.turn_of for episode in episodes], policy.device)[:, 1:] > 0
-    recorded = padded([episode.logprobs for episode in episodes], policy.device)[:, 1:]
+    ids, is_sampled, recorded = tensors_of(episodes, policy.device)
     recomputed, _ = policy.token_logprobs(ids, is_sampled)
-    return recorded[is_sampled], recomputed
+    return recorded, recomputed
 
 
 def num_ignored(episodes: list[Episode]) -> int:
@@ -2069,24 +2076,16 @@ class Learner:
         return float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
 
     def micro_batches(self, episodes: list[Episode], advantage: list[list[float]]) -> list[Batch]:
-        """Packs the episodes into micro-batches of about cfg.tokens_per_micro_batch.
-
-        Rows are sorted by length, so that there is little padding.
-        """
+        """Packs episodes into micro-batches, sorted by length to save padding."""
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         rows = self.rows_to_train(advantage)
         rows.sort(key=lambda row: -len(episodes[row].ids))
         device = self.policy.device
         batches = []
-        for part in self.partition(rows, len(episodes[rows[0]].ids)):
-            # Lists of different lengths become tensors [B, T], and then [N] of sampled tokens.
-            some = [episodes[row] for row in part]
-            ids = padded([episode.ids for episode in some], device)
-            is_sampled = padded([episode.turn_of for episode in some], device)[:, 1:] > 0
-            logprobs = padded([episode.logprobs for episode in some], device)[:, 1:]
-            gains = padded([advantage[row] for row in part], device)[:, 1:]
-            values = (logprobs[is_sampled], gains[is_sampled])
-            batches.append(Batch(num_tokens, ids, is_sampled, *values))
+        for part in self.partition(rows, episodes):
+            ids, is_sampled, old_logprobs = tensors_of([episodes[row] for row in part], device)
+            gains = padded([advantage[row] for row in part], device)[:, 1:][is_sampled]  # [N]
+            batches.append(Batch(num_tokens, ids, is_sampled, old_logprobs, gains))
         return batches
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
@@ -2097,17 +2096,19 @@ class Learner:
         # If all rewards are equal, the step has a gradient of 0.
         return [row for row in everything if any(advantage[row])] or everything
 
-    def partition(self, rows: list[int], longest: int) -> list[list[int]]:
-        """Splits rows into micro-batches. longest: the tokens of the first row."""
-        # 128 rows of at most 500 tokens at 8192 a pass: 16 rows each, 8 passes.
-        rows_per_batch = max(1, self.cfg.tokens_per_micro_batch // longest)
-        return split(rows, ceil(len(rows) / rows_per_batch))
+    def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
+        """Cuts rows, the longest first, into micro-batches.
 
-
-def split(items: list[Any], num_parts: int) -> list[list[Any]]:
-    """Splits a list into so many parts of nearly the same length: 5 in 2 parts are 2 and 3."""
-    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
-    return [items[start:end] for start, end in pairwise(ends)]
+        By example, rows of these lengths at 1000 tokens: 500 400 | 300 300 200 | 150 50 50 50
+        """
+        parts = []
+        while rows:
+            # By example, 3 rows: 3 * 300 <= 1000 tokens.
+            longest = len(episodes[rows[0]].ids)
+            num_rows = max(1, self.cfg.tokens_per_micro_batch // longest)
+            parts.append(rows[:num_rows])
+            rows = rows[num_rows:]
+        return parts
 
 
 def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
@@ -2271,6 +2272,12 @@ async def train_sync(run: Run, num_steps: int) -> None:
             await run.step(groups)
             groups = []
             num_steps -= 1
+
+
+def split(items: list[Any], num_parts: int) -> list[list[Any]]:
+    """Splits a list into so many parts of nearly the same length: 5 in 2 parts are 2 and 3."""
+    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    return [items[start:end] for start, end in pairwise(ends)]
 
 
 async def scatter_gather(
@@ -2485,8 +2492,9 @@ class Run:
         async def request(some: list[Prompt]) -> list[Episode]:
             return await self.request_rollout(new_episodes(some, group_size), seed)
 
-        # At most 64 prompts in one request, to bound the memory of KV caches.
-        episodes = await scatter_gather(prompts, ceil(len(prompts) / 64), request)
+        # At most 64 prompts and 512 rows in one request, to bound the memory of KV caches.
+        size = max(1, min(64, 512 // group_size))
+        episodes = await scatter_gather(prompts, ceil(len(prompts) / size), request)
         sampled = groups_of(episodes)
         conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
         # The reward workers share the groups; the answers come in the same order.
@@ -2635,7 +2643,6 @@ async def demo_sync_rl(report: Report) -> None:
 
 
 async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches: int = 0) -> None:
-    """Runs both loops, for so many steps."""
     async with generating(run, max_staleness, num_batches) as buffer:
         await learn(buffer, num_steps)
 
@@ -2669,7 +2676,7 @@ def request_size(cfg: Config, max_staleness: int) -> int:
 async def generating(
     run: Run, max_staleness: int, num_batches: int = 0
 ) -> AsyncIterator[ReplayBuffer]:
-    """Inside this context, `generate` runs. Groups that are still buffered at its end are dropped.
+    """Inside this context, `generate` runs. At its end, groups in flight are awaited and dropped.
 
     If the body or `generate` raises, the other is cancelled.
 
@@ -2680,7 +2687,7 @@ async def generating(
         async with TaskGroup() as tasks:
             producer = tasks.create_task(generate(buffer, tasks))
             yield buffer
-            # No new requests. Leaving the TaskGroup waits for those that are under way.
+            # No new requests. Leaving the TaskGroup waits.
             producer.cancel()
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None  # what the caller would expect of a plain call
@@ -3951,11 +3958,14 @@ class UserLearner(Learner):
         keeps_all = self.penalty or len(rows) < self.num_ranks
         return list(range(len(advantage))) if keeps_all else rows
 
-    def partition(self, rows: list[int], longest: int) -> list[list[int]]:
-        # Equally many for all ranks: FSDP gathers each layer on all at once.
-        num_batches = ceil(len(super().partition(rows, longest)) / self.num_ranks)
-        num_batches = min(num_batches, len(rows) // self.num_ranks)  # none is empty
-        return split(rows[self.rank :: self.num_ranks], num_batches)
+    def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
+        # Equally many for all ranks: FSDP gathers each layer on all at once. The longest of each
+        # `num_ranks` rows decide; a surplus row joins the last part.
+        mine = iter(rows[self.rank :: self.num_ranks])
+        longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
+        parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
+        parts[-1] += mine
+        return parts
 
     def clip_gradients(self) -> float:
         # A DTensor, if the weights are.
@@ -3988,7 +3998,7 @@ def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]
     penalty = None
     if cfg.kl:
         # Version 0, after the supervised steps.
-        reference = HubPolicy(cfg, torch.float32)
+        reference = HubPolicy(cfg, dtype)  # computes as the policy
         reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
@@ -4301,7 +4311,7 @@ class Critic:
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
-        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])  # rows of a micro-batch
+        size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
         # [B, T]
@@ -4638,6 +4648,7 @@ HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local f
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     """Copies versions into the arena of this host, with the lease of reader `number`."""
     version = Arena.NOTHING
+    handle = replace(handle, layout=())  # unused, and large
     try:
         while True:
             # Until the next call, nobody writes into this slot.

@@ -22,6 +22,7 @@ import json
 import math
 import operator
 import os
+import pickle
 import random
 import re
 import resource
@@ -661,21 +662,33 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
     assert float((found[0] - found[1]).norm()) < 1e-4 * moved
 
 
-def test_ranks_share_the_rows_and_make_as_many_passes() -> None:
-    episodes = episodes_of(learner(), 8)
-    cases = itertools.product([60, 1], [1, 2, 3, 4], [4, 5, 9, 12, 17, 32])
-    for num_tokens, num_ranks, num_rows in cases:
-        one = learner(tokens_per_micro_batch=num_tokens)
-        sizes = []
-        some = episodes[:num_rows]
+def test_micro_batches_are_cut_by_tokens() -> None:
+    one = learner(tokens_per_micro_batch=1000)
+    lengths = [500, 400, 300, 300, 200, 150, 50, 50, 50]  # the example of `partition`
+    rows: Any = [types.SimpleNamespace(ids=[0] * length) for length in lengths]
+    assert one.partition(list(range(9)), rows) == [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
+    for num_tokens, num_ranks, num in itertools.product([1000, 1], [1, 2, 3, 4], [4, 5, 8, 9]):
+        one.cfg = replace(one.cfg, tokens_per_micro_batch=num_tokens)
         one.num_ranks = num_ranks
-        advantage = [[1.0] * len(episode.ids) for episode in some]
+        ranks = []
         for one.rank in range(num_ranks):
-            batches = one.micro_batches(some, advantage)
-            sizes.append([len(batch.ids) for batch in batches])
-            assert all(sizes[-1])
-        assert len({len(of_rank) for of_rank in sizes}) == 1
-        assert sum(map(sum, sizes)) == num_rows
+            ranks.append(one.partition(list(range(num)), rows))
+            largest = max(len(part) * lengths[part[0]] for part in ranks[-1])
+            assert largest <= 1000 or num % num_ranks
+        # Equally many for all ranks, none empty, and each row once.
+        assert len({len(parts) for parts in ranks}) == 1
+        parts = list(itertools.chain(*ranks))
+        assert all(parts)
+        assert sorted(itertools.chain(*parts)) == list(range(num))
+
+
+def test_a_masked_token_spoils_no_gradient() -> None:
+    logits = torch.zeros(2, 3)
+    logits[:, 2] = torch.finfo(torch.float32).min  # divided by the temperature: -inf
+    policy = policy_of(temperature=0.7, entropy=0.01)
+    logp, entropy = policy.logprobs_of(logits.requires_grad_(), torch.tensor([0, 1]))
+    (logp - entropy).sum().backward()
+    assert logits.grad.isfinite().all()
 
 
 def test_a_step_without_memory_is_made_in_smaller_parts(monkeypatch: Any, capsys: Any) -> None:
@@ -1317,7 +1330,7 @@ class FakeServices:
         return await getattr(self, what)(*args) if isinstance(what, str) else None
 
     async def rollout(self, _: Any, at_least: int, asked: list[Any], *__: Any) -> list[Any]:
-        assert at_least <= self.version
+        assert at_least == self.version
         version = self.version
         await asyncio.sleep(min(0.1, 0.0005 * self.rng.paretovariate(0.7)))
         if self.loses and self.rng.random() < 0.05:
@@ -1385,6 +1398,19 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     assert max(row["staleness"] for run in runs for row in run.progress.rows) > 1
     runs = [trained(m, 1, False, seed) for seed in range(3)]
     assert sum(run.progress.rows[-1]["dropped"] for run in runs) > 0  # before its end
+
+
+def test_a_request_has_at_most_64_prompts_and_512_rows() -> None:
+    class Services(FakeServices):
+        async def rollout(self, _: Any, at_least: int, prompts: list[Any], *__: Any) -> Any:
+            self.prompts.append(len(prompts))
+            return []
+
+    prompts = [m.LetterTask(0).prompt(number) for number in range(128)]
+    for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
+        services = Services(m, 0, False)
+        asyncio.run(run_of(m, CFG, services).sample_and_score(prompts, num_samples, 0))
+        assert (max(services.prompts), sum(services.prompts)) == (most, 128)
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
@@ -2669,6 +2695,18 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.end()
 
 
+def test_a_relay_sends_no_layout(monkeypatch: Any) -> None:
+    handle, _ = m.create_arena(m.layout_of({f"tensor{i}": A32 for i in range(300)}), 1)
+    sent: list[Any] = []
+    outlet = types.SimpleNamespace(lease=types.SimpleNamespace(call_one=lambda *a: sent.extend(a)))
+    monkeypatch.setenv(m.HOST_FOLDER, "")
+    monkeypatch.setattr(m.os, "_exit", lambda status: None)
+    with pytest.raises(AttributeError):  # there is no answer
+        m.relay(outlet, handle, 0, None)
+    assert len(pickle.dumps(sent)) < 500
+    assert m.Arena(sent[0]).slots.shape == m.Arena(handle).slots.shape
+
+
 ATTACH = """if True:
     import asyncio, pathlib, sys, monarch_rl as m
     m.SILENCE_S = 1.5
@@ -2927,17 +2965,21 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
-def test_kl_holds_to_the_weights_after_the_warm_start(monkeypatch: Any) -> None:
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers: int) -> None:
+    form_group, shard = m.form_group, m.shard  # here, of one rank
+    monkeypatch.setattr(m, "form_group", lambda file, rank, _: form_group(file, rank, 1))
+    monkeypatch.setattr(m, "shard", lambda model, _, dtype: shard(model, 1, dtype))
     monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
-    cfg = replace(CFG, kl=0.1, prompts_per_step=2, sft_steps=2)
-    before = m.HubPolicy(cfg, torch.float32).model.state_dict()
-    learner, _ = m.user_learner(cfg, "")
-    policy = learner.policy
-    reference, weight = learner.penalty.args
-    assert weight == 0.1
-    weights = reference.model.state_dict()
-    assert all(torch.equal(weights[name], p) for name, p in policy.model.state_dict().items())
-    assert not all(torch.equal(weights[name], p) for name, p in before.items())
+    cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
+    (batch,) = batches_of(learner(), episodes_of(learner()))
+    one, _ = m.user_learner(cfg, tmp_path / "meeting")
+    logp, _ = one.policy.token_logprobs(batch.ids, batch.is_sampled)
+    assert one.penalty.args[1] == cfg.kl
+    assert not one.penalty(batch, logp).any()
+    assert m.divergence(policy_of(), 1.0, batch, logp).mean() > 1e-3  # the weights moved
+    if trainers > 1:
+        torch.distributed.destroy_process_group()
 
 
 def test_ruff_finds_nothing() -> None:
