@@ -44,6 +44,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 import torch
@@ -208,7 +209,19 @@ def test_the_successor_of_a_dead_reader_takes_its_lease_over() -> None:
     dead = writer.arena.words[m.Arena.LEASES]
     published(writer, 2)
     assert m.WeightReader(writer.handle, 0, weights(0)).pull() == 2
-    assert writer.arena.words[m.Arena.LEASES] == writer.arena.words[m.Arena.LATEST] != dead
+    assert (2, writer.arena.words[m.Arena.LEASES]) == writer.arena.lease(0) != (2, dead)
+
+
+def test_a_writer_that_dies_in_a_commit_mislabels_no_weights() -> None:
+    _, arena = m.create_arena(m.layout_of(weights(0)), 1)
+    arena.commit(3, 1)
+    words = arena.words
+    arena.words = MagicMock()
+    arena.words.__setitem__.side_effect = lambda *store: words.__setitem__(*store) or 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        arena.commit(4, 2)
+    arena.words = words
+    assert arena.lease(0) in ((3, 1), (4, 2))
 
 
 def test_a_slot_may_have_another_dtype() -> None:
@@ -276,7 +289,7 @@ def test_publish_copies_in_a_thread_and_wait_raises_its_error() -> None:
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
     published(writer, 2)  # the error is told once
-    assert writer.arena.words[m.Arena.VERSION] == 2
+    assert writer.arena.lease(0)[0] == 2
 
 
 ATTACK = """
@@ -1177,6 +1190,18 @@ def test_the_pool_gives_out_processes_of_the_right_number(serve: Any) -> None:
     serve(lambda *_: None, work)
 
 
+def test_a_main_process_that_stood_still_takes_no_worker_for_hung() -> None:
+    async def detected() -> set[Any]:
+        worker = MagicMock()
+        worker.ping.call = lambda: asyncio.sleep(0.01)
+        detector = asyncio.ensure_future(m.until_unresponsive(worker, 0.4))
+        await asyncio.sleep(0.001)  # the ping is under way
+        time.sleep(0.5)
+        return (await asyncio.wait([detector], timeout=0.1))[0]
+
+    assert not asyncio.run(detected())
+
+
 def test_a_process_that_has_just_died_is_noticed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
@@ -1882,10 +1907,15 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
     how: Any = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE}
+    (tmp_path / "tabulate.py").write_text("import os\nos.kill(os.getpid(), 2)")  # Ctrl-C
+    early = how | {"env": env | {"PYTHONPATH": str(tmp_path)}}
+    for name, here, wanted in (("m.py", early, "-2"), ("m.v2.py", how, "1.*a dot in its name.*")):
+        odd = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / name)], **here)
+        assert re.fullmatch(wanted, f"{odd.returncode}{odd.stderr.decode().strip()}")
     (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
     (tmp_path / "copy").mkdir()
     file = shutil.copy(FILE, tmp_path / "copy" / "my-rl.py")
-    command = f"{sys.executable} {file} --only hello_actor --json out.json"
+    command = f"{sys.executable} -P {file} --only hello_actor --json out.json"
     for output in ("/dev/null", "/dev/full"):
         done = subprocess.run(["bash", "-c", f"{command} > {output}"], **how)
         assert done.returncode == (output == "/dev/full"), done.stderr
@@ -2043,15 +2073,33 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     words = "--train --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
-        command = Struck(tmp_path, words, TMPDIR=str(tmp_path))
+        command = Struck(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
         command.until(beginning)  # at the second one, its workers are being started
         until(lambda: len(command.children()) >= 2)  # noqa: B023
-        for _ in range(2):  # the second one changes nothing
-            command.process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # to all processes; the second one changes nothing
+            for number in (*command.children(), command.process.pid):
+                os.kill(number, signal.SIGTERM)
             time.sleep(0.05)
         status, output = command.end(100)
         assert status == 128 + signal.SIGTERM and "Traceback" not in output
+        assert ("saved after step" in output) == (beginning == "step")
         assert not list(tmp_path.glob("monarch_rl_*"))
+
+
+def test_a_signal_at_the_end_counts_though_the_terminal_is_closed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    async def strike(pool: Any) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(m, "ENDING", [signal.SIGHUP])
+    monkeypatch.setattr(m, "run_stages", AsyncMock(return_value={}))
+    monkeypatch.setattr(m, "print", MagicMock(side_effect=OSError), raising=False)
+    monkeypatch.setattr(m.WarmPool, "close", strike)
+    assert asyncio.run(m.run_command(replace(CFG, json=str(tmp_path / "json")))) == 129
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert json.loads((tmp_path / "json").read_text()) == {"stages": [], "train": {}}
 
 
 # == recovery ======================================================================================
@@ -2443,6 +2491,26 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.end()
 
 
+def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
+    def attach(workers: list[str], **_: Any) -> Any:
+        host = MagicMock()
+        agent = host.spawn_procs().spawn()
+        agent.ping.call_one = AsyncMock(side_effect=None if workers == ["alive"] else OSError)
+        return host
+
+    async def started(note: str) -> int:
+        (tmp_path / note).write_text(note)
+        pool = m.HostPool(tmp_path, 4)
+        await asyncio.gather(*[pool.start(1) for _ in range(4)])
+        return pool.started["alive"]
+
+    monkeypatch.setattr(m, "this_proc", MagicMock())
+    monkeypatch.setattr(m.monarch.actor, "attach_to_workers", attach)
+    with pytest.raises(m.RunError, match="no host answers"):
+        asyncio.run(started("dead"))
+    assert asyncio.run(started("alive")) == 4
+
+
 ATTACH = """if True:
     import asyncio, pathlib, sys, monarch_rl as m
     m.SILENCE_S = 1.5
@@ -2484,7 +2552,7 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
             clients.append(subprocess.Popen(words, env=os.environ | own, **pipes))
         found = [client.communicate(timeout=60)[0] for client in clients]
         assert ["attached" in output for output in found] == [False, False, True]
-        refused = "are both certificates of one CA"
+        refused = "and certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
         assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
 
