@@ -212,18 +212,6 @@ def test_the_successor_of_a_dead_reader_takes_its_lease_over() -> None:
     assert (2, writer.arena.words[m.Arena.LEASES]) == writer.arena.lease(0) != (2, dead)
 
 
-def test_a_writer_that_dies_in_a_commit_mislabels_no_weights() -> None:
-    _, arena = m.create_arena(m.layout_of(weights(0)), 1)
-    arena.commit(3, 1)
-    words = arena.words
-    arena.words = MagicMock()
-    arena.words.__setitem__.side_effect = lambda *store: words.__setitem__(*store) or 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        arena.commit(4, 2)
-    arena.words = words
-    assert arena.lease(0) in ((3, 1), (4, 2))
-
-
 def test_a_slot_may_have_another_dtype() -> None:
     mine = {"a": torch.randn(5, 3), "n": torch.arange(3)}
     before = mine["a"].clone()
@@ -1191,11 +1179,14 @@ def test_the_pool_gives_out_processes_of_the_right_number(serve: Any) -> None:
 
 
 def test_a_main_process_that_stood_still_takes_no_worker_for_hung() -> None:
+    async def answer() -> None:
+        await asyncio.sleep(0.01)  # it comes during the standstill,
+        await asyncio.sleep(0.01)  # and is read after it
+
     async def detected() -> set[Any]:
-        worker = MagicMock()
-        worker.ping.call = lambda: asyncio.sleep(0.01)
+        worker = types.SimpleNamespace(ping=types.SimpleNamespace(call=answer))
         detector = asyncio.ensure_future(m.until_unresponsive(worker, 0.4))
-        await asyncio.sleep(0.001)  # the ping is under way
+        await asyncio.sleep(0.001)
         time.sleep(0.5)
         return (await asyncio.wait([detector], timeout=0.1))[0]
 
@@ -2498,17 +2489,16 @@ def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch:
         agent.ping.call_one = AsyncMock(side_effect=None if workers == ["alive"] else OSError)
         return host
 
-    async def started(note: str) -> int:
-        (tmp_path / note).write_text(note)
+    async def started() -> int:
         pool = m.HostPool(tmp_path, 4)
         await asyncio.gather(*[pool.start(1) for _ in range(4)])
         return pool.started["alive"]
 
+    for note in ("dead", "alive"):
+        (tmp_path / note).write_text(note)
     monkeypatch.setattr(m, "this_proc", MagicMock())
     monkeypatch.setattr(m.monarch.actor, "attach_to_workers", attach)
-    with pytest.raises(m.RunError, match="no host answers"):
-        asyncio.run(started("dead"))
-    assert asyncio.run(started("alive")) == 4
+    assert asyncio.run(started()) == 4
 
 
 ATTACH = """if True:
