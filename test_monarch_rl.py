@@ -1898,13 +1898,13 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
     how: Any = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE}
+    (tmp_path / "copy").mkdir()
     (tmp_path / "tabulate.py").write_text("import os\nos.kill(os.getpid(), 2)")  # Ctrl-C
     early = how | {"env": env | {"PYTHONPATH": str(tmp_path)}}
     for name, here, wanted in (("m.py", early, "-2"), ("m.v2.py", how, "1.*a dot in its name.*")):
-        odd = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / name)], **here)
+        odd = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / "copy" / name)], **here)
         assert re.fullmatch(wanted, f"{odd.returncode}{odd.stderr.decode().strip()}")
     (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
-    (tmp_path / "copy").mkdir()
     file = shutil.copy(FILE, tmp_path / "copy" / "my-rl.py")
     command = f"{sys.executable} -P {file} --only hello_actor --json out.json"
     for output in ("/dev/null", "/dev/full"):
