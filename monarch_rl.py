@@ -100,6 +100,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 if __name__ == "__main__":
     environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes of logs in /tmp
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports
 import monarch.actor
 import torch
 import torch.distributed as dist
@@ -518,13 +520,18 @@ async def until_dead(pid: int) -> str:
 async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     """Pings the worker until it does not answer, and returns the reason."""
     while True:
-        ping = worker.ping.call()
+        ping = ensure_future(worker.ping.call())
         try:
-            await wait_for(ping, unresponsive_s)  # mechanism: supervision
-        except TimeoutError:
-            return f"has not answered a ping for {unresponsive_s:g} s"
+            # If this process stood still in one half, it gets the answer in the other.
+            for _ in range(2):
+                await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
+            if not ping.done():
+                return f"has not answered a ping for {unresponsive_s:g} s"
+            ping.result()
         except Exception as error:  # of several types: the process has ended
             return cause_of(error)
+        finally:
+            ping.cancel()
         await sleep(0.5)
 
 
@@ -596,7 +603,7 @@ async def detection_times(fault: str) -> dict[str, float]:
     return seconds
 
 
-@stage(instead="await ping")
+@stage(instead="await wait([ping])")
 async def demo_supervision(report: Report) -> None:
     """Exceptions, crashes and hangs are detected; slow or endless work is not."""
     faults = ("exception", "crash", "hang", "infinite loop")
@@ -956,9 +963,8 @@ class Arena:
     """One process's mapping of the shared memory: a page of 8-byte words, then the slots."""
 
     HEADER_BYTES = 4096
-    VERSION = 0  # words of the header
-    LATEST = 1  # a slot
-    LEASES = 2  # from here on, the slot that each reader leases
+    LATEST = 0  # a word of the header: version * slots + slot
+    LEASES = 1  # from here on, the slot that each reader leases
     NOTHING = -1
 
     def __init__(self, handle: ArenaHandle) -> None:
@@ -983,29 +989,24 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call; (NOTHING, NOTHING) at first."""
+        """Leases the latest (version, slot) until the next call. At first, version NOTHING."""
         with self.locked():
-            slot = self.words[self.LATEST]
+            version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
-            return self.words[self.VERSION], slot
+            return version, slot
 
     def free_slot(self) -> int:
         """Returns a slot that is neither the latest nor leased."""
         with self.locked():
             leases = self.words[self.LEASES : self.LEASES + self.num_readers].tolist()
-            taken = {self.words[self.LATEST], *leases}
+            taken = {self.words[self.LATEST] % self.num_slots, *leases}
         return min(set(range(self.num_slots)) - taken)
 
     def commit(self, version: int, slot: int) -> None:
         """Makes a slot, which is complete, the latest."""
+        # In one word: a writer that is killed stores both or neither.
         with self.locked():
-            self.words[self.VERSION] = version
-            self.words[self.LATEST] = slot
-
-    def release(self, reader: int) -> None:
-        """Releases the lease of this reader."""
-        with self.locked():
-            self.words[self.LEASES + reader] = self.NOTHING
+            self.words[self.LATEST] = version * self.num_slots + slot
 
 
 # -- 7b. The writer and the readers ---
@@ -1178,16 +1179,17 @@ class ReaderWorker(Worker):
         """
         num_torn = 0
         pull_ms = []
+        arena = self.reader.arena
         for _ in range(num_reads):
             start = time.perf_counter()
             version = self.reader.pull(at_least=0)
             pull_ms.append((time.perf_counter() - start) * 1e3)
             if not keeps_lease:
-                self.reader.arena.release(self.reader.reader)
+                arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
             # The first tensor; then the writer publishes; then the others.
             first, *others = self.reader.tensors.values()
             numbers = {version, *extremes(first)}
-            while self.reader.arena.words[Arena.VERSION] < version + num_versions:
+            while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
                 time.sleep(0.0005)
             for tensor in others:
                 numbers.update(extremes(tensor))
@@ -3136,7 +3138,7 @@ def load_python(spec: str) -> Any:
     # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
-    # For `add_user_folder`.
+    # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # A user's random.py would give Python's module.
@@ -4181,13 +4183,18 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # Imports cost 4 s of CPU time. In a used process, an actor is ready in 16 ms.
 
 
-def add_user_folder() -> None:
-    # Last: it must hide no module. "": the current folder.
+def prepare_process() -> None:
+    # The user's folder, last: it must hide no module. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
+    # A signal to all processes must not end workers before the save. getpid is a handler without
+    # effect; SIG_IGN would be inherited by the user's programs.
+    libc = ctypes.CDLL(None)  # Python's `signal` is for main threads
+    for number in ENDING:
+        libc.signal(number, libc.getpid)
 
 
 class WarmPool(Pool):
-    bootstrap = staticmethod(add_user_folder)
+    bootstrap = staticmethod(prepare_process)
 
     def __init__(self) -> None:
         self.idle: list[Processes] = []
@@ -4824,7 +4831,8 @@ class HostPool(Pool):
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
-        self.share = ceil(num_processes / len(urls_in(folder)))
+        self.num_processes = num_processes
+        self.silent: set[str] = set()  # URLs
         # By URL.
         self.started: Counter[str] = Counter()
         self.lost: dict[str, Any] = defaultdict(asyncio.Future)
@@ -4833,10 +4841,14 @@ class HostPool(Pool):
     async def start(self, num_ranks: int) -> HostProcess:
         """Starts a process on a host with less than its share."""
         while True:
-            for url in urls_in(self.folder):
-                if self.started[url] < self.share and not self.lost[url].done():
+            urls = {*urls_in(self.folder)} - self.silent
+            for url in urls:
+                has_room = self.started[url] * len(urls) < self.num_processes
+                if has_room and not self.lost[url].done():
                     self.started[url] += 1
                     return await self._start_on(url)
+            if self.silent and not urls:
+                raise RunError("no host answers: are ports open, and certificates of one CA?")
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
@@ -4846,19 +4858,18 @@ class HostPool(Pool):
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
-            pid = await wait_for(agent.ping.call_one(), 4 * SILENCE_S)
-        except Exception:  # silence, or a refused connection
-            self.started[url] -= 1
-            raise RunError(
-                f"no answer from {url}: is its port open, and are both certificates of one CA?"
-            ) from None
+            pid = await wait_for(agent.ping.call_one(), 12 * SILENCE_S)  # imports may take long
+        except Exception:  # silence: the machine may be gone, and its note left
+            print(f"no answer from {url}")
+            self.silent.add(url)
+            return await self.start(1)
         return HostProcess(mesh, [pid], agent, self.lost[url])
 
 
 # -- measurement ---
 
 
-@stage(instead="version, slot = self.arena.words[: Arena.LEASES]")
+@stage(instead="version, slot = divmod(self.arena.words[0], self.arena.num_slots)")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
     # As on two machines.
@@ -4992,6 +5003,10 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    # So long the main process may stand still, as after Ctrl-Z.
+    "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
+    "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1d",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
     "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
@@ -5172,34 +5187,38 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
 
 
 async def run_command(cfg: Flags) -> int:
+    command = run_user_command if cfg.train or cfg.evaluate or cfg.export else run_stages
     loop = get_running_loop()
-    task: Any = asyncio.current_task()
     received: list[int] = []
-
-    # The first signal cancels this task, and later ones are ignored.
-    def end(number: int) -> None:
-        received.append(number)
-        task.cancel()
-        for each in ENDING:
-            loop.remove_signal_handler(each)
-            signal.signal(each, signal.SIG_IGN)
-
-    for number in ENDING:
-        loop.add_signal_handler(number, end, number)
     pool = WarmPool()
-    try:
-        with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
-            report = Report(cfg, Path(folder), pool)
-            is_of_user = cfg.train or cfg.evaluate or cfg.export
-            train = await (run_user_command(report, cfg) if is_of_user else run_stages(report, cfg))
-    except CancelledError:
-        print(f"ended by {signal.Signals(received[0]).name}")
+    with tempfile.TemporaryDirectory(prefix="monarch_rl_") as folder:
+        report = Report(cfg, Path(folder), pool)
+        work = ensure_future(command(report, cfg))
+
+        # The first signal cancels the work, and later ones are ignored.
+        def end(number: int) -> None:
+            received.append(number)
+            work.cancel()
+            for each in ENDING:
+                loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_IGN)
+
+        for number in ENDING:
+            loop.add_signal_handler(number, end, number)
+        try:
+            figures = await work
+            if cfg.json:
+                text = json.dumps({"stages": report.stages, "train": figures}, indent=1)
+                write_durably(Path(cfg.json), text)
+        except (CancelledError, OSError):  # OSError: the terminal is closed
+            if not received:
+                raise
+        finally:
+            await pool.close()
+    if received:
+        with suppress(OSError):
+            print(f"ended by {signal.Signals(received[0]).name}")
         return 128 + received[0]  # shell convention
-    finally:
-        await pool.close()
-    if cfg.json:
-        text = json.dumps({"stages": report.stages, "train": train}, indent=1)
-        write_durably(Path(cfg.json), text)
     return 1 if report.failed() else 0
 
 
@@ -5256,5 +5275,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Workers find classes under the file's name.
+    # Workers find classes under the file's name. `python -P` has no path to it.
+    if "." in THIS_FILE.stem:
+        sys.exit("monarch_rl.py: a dot in its name: workers cannot import it")
+    sys.path.append(str(THIS_FILE.parent))
     sys.exit(import_module(THIS_FILE.stem).main())

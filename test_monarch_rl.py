@@ -43,7 +43,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 import torch
@@ -210,7 +210,7 @@ def test_the_successor_of_a_dead_reader_takes_its_lease_over() -> None:
     dead = writer.arena.words[m.Arena.LEASES]
     published(writer, 2)
     assert m.WeightReader(writer.handle, 0, weights(0)).pull() == 2
-    assert writer.arena.words[m.Arena.LEASES] == writer.arena.words[m.Arena.LATEST] != dead
+    assert (2, writer.arena.words[m.Arena.LEASES]) == writer.arena.lease(0) != (2, dead)
 
 
 def test_a_slot_may_have_another_dtype() -> None:
@@ -254,8 +254,8 @@ def test_a_copy_that_fails_is_no_version_and_its_error_is_raised_once() -> None:
         writer.publish(2)  # waits for the copy before
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
-    published(writer, 2)
-    assert writer.arena.words[m.Arena.VERSION] == 2
+    published(writer, 2)  # the error is told once
+    assert writer.arena.lease(0)[0] == 2
 
 
 ATTACK = """
@@ -1302,6 +1302,21 @@ def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch:
     serve(script, work, num_replicas=4)
 
 
+def test_a_main_process_that_stood_still_takes_no_worker_for_hung() -> None:
+    async def answer() -> None:
+        await asyncio.sleep(0.01)  # it comes during the standstill,
+        await asyncio.sleep(0.01)  # and is read after it
+
+    async def detected() -> set[Any]:
+        worker = types.SimpleNamespace(ping=types.SimpleNamespace(call=answer))
+        detector = asyncio.ensure_future(m.until_unresponsive(worker, 0.4))
+        await asyncio.sleep(0.001)
+        time.sleep(0.5)
+        return (await asyncio.wait([detector], timeout=0.1))[0]
+
+    assert not asyncio.run(detected())
+
+
 def test_a_process_that_has_just_died_is_noticed() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
@@ -2130,10 +2145,15 @@ def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     env = os.environ | {"TMPDIR": "/nowhere", "PYTHONIOENCODING": "latin-1", "RANK": "3"}
     how: Any = {"cwd": tmp_path, "env": env, "stderr": subprocess.PIPE}
-    (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
     (tmp_path / "copy").mkdir()
+    (tmp_path / "tabulate.py").write_text("import os\nos.kill(os.getpid(), 2)")  # Ctrl-C
+    early = how | {"env": env | {"PYTHONPATH": str(tmp_path)}}
+    for name, here, wanted in (("m.py", early, "-2"), ("m.v2.py", how, "1.*a dot in its name.*")):
+        odd = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / "copy" / name)], **here)
+        assert re.fullmatch(wanted, f"{odd.returncode}{odd.stderr.decode().strip()}")
+    (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
     file = shutil.copy(FILE, tmp_path / "copy" / "my-rl.py")
-    command = f"{sys.executable} {file} --only hello_actor --json out.json"
+    command = f"{sys.executable} -P {file} --only hello_actor --json out.json"
     for output in ("/dev/null", "/dev/full"):
         done = subprocess.run(["bash", "-c", f"{command} > {output}"], **how)
         assert done.returncode == (output == "/dev/full"), done.stderr
@@ -2277,15 +2297,33 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     words = "--train --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
-        command = Struck(tmp_path, words, TMPDIR=str(tmp_path))
+        command = Struck(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
         command.until(beginning)  # at the second one, its workers are being started
         until(lambda: len(command.children()) >= 2)  # noqa: B023
-        for _ in range(2):  # the second one changes nothing
-            command.process.send_signal(signal.SIGTERM)
+        for _ in range(2):  # to all processes; the second one changes nothing
+            for number in (*command.children(), command.process.pid):
+                os.kill(number, signal.SIGTERM)
             time.sleep(0.05)
         status, output = command.end(100)
         assert status == 128 + signal.SIGTERM and "Traceback" not in output
+        assert ("saved after step" in output) == (beginning == "step")
         assert not list(tmp_path.glob("monarch_rl_*"))
+
+
+def test_a_signal_at_the_end_counts_though_the_terminal_is_closed(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    async def strike(pool: Any) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(m, "ENDING", [signal.SIGHUP])
+    monkeypatch.setattr(m, "run_stages", AsyncMock(return_value={}))
+    monkeypatch.setattr(m, "print", MagicMock(side_effect=OSError), raising=False)
+    monkeypatch.setattr(m.WarmPool, "close", strike)
+    assert asyncio.run(m.run_command(replace(CFG, json=str(tmp_path / "json")))) == 129
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert json.loads((tmp_path / "json").read_text()) == {"stages": [], "train": {}}
 
 
 # == recovery ======================================================================================
@@ -2707,6 +2745,25 @@ def test_a_relay_sends_no_layout(monkeypatch: Any) -> None:
     assert m.Arena(sent[0]).slots.shape == m.Arena(handle).slots.shape
 
 
+def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
+    def attach(workers: list[str], **_: Any) -> Any:
+        host = MagicMock()
+        agent = host.spawn_procs().spawn()
+        agent.ping.call_one = AsyncMock(side_effect=None if workers == ["alive"] else OSError)
+        return host
+
+    async def started() -> int:
+        pool = m.HostPool(tmp_path, 4)
+        await asyncio.gather(*[pool.start(1) for _ in range(4)])
+        return pool.started["alive"]
+
+    for note in ("dead", "alive"):
+        (tmp_path / note).write_text(note)
+    monkeypatch.setattr(m, "this_proc", MagicMock())
+    monkeypatch.setattr(m.monarch.actor, "attach_to_workers", attach)
+    assert asyncio.run(started()) == 4
+
+
 ATTACH = """if True:
     import asyncio, pathlib, sys, monarch_rl as m
     m.SILENCE_S = 1.5
@@ -2748,7 +2805,7 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
             clients.append(subprocess.Popen(words, env=os.environ | own, **pipes))
         found = [client.communicate(timeout=60)[0] for client in clients]
         assert ["attached" in output for output in found] == [False, False, True]
-        refused = "are both certificates of one CA"
+        refused = "and certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
         assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
 
