@@ -1070,6 +1070,7 @@ class WeightReader:
             if theirs != ours:
                 raise ValueError(f"the writer has {theirs}, the reader {ours}")
         self.arena = Arena(handle)
+        self.path = handle.path  # exists while the writer's process does
         self.reader = reader  # its number, from 0
         self.tensors = tensors
         self.slot = Arena.NOTHING
@@ -1082,6 +1083,8 @@ class WeightReader:
         """Points the tensors at the latest version, and returns it. Waits for one >= at_least."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
+            if not os.path.exists(self.path):
+                raise RuntimeError(f"version {at_least} never came: the writer has ended")
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
         if slot != self.slot:  # else the tensors point there already

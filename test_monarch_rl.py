@@ -198,6 +198,16 @@ def versions_seen(module: Any, between: int) -> list[bool]:
     return seen
 
 
+def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
+    writer = m.WeightWriter(weights(0), 1)
+    reader = m.WeightReader(writer.handle, 0, weights(0))
+    published(writer, 3)
+    del writer
+    assert reader.pull(3) == 3
+    with pytest.raises(RuntimeError, match="version 4 never came"):
+        reader.pull(4)
+
+
 def test_a_reader_gets_a_version_and_keeps_it_until_its_next_pull(without: Any) -> None:
     assert all(versions_seen(m, 3))
     assert not all(versions_seen(without("weight_sync"), 3))
@@ -1418,7 +1428,7 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
 def test_a_request_has_at_most_64_prompts_and_512_rows() -> None:
     class Services(FakeServices):
         async def rollout(self, _: Any, at_least: int, prompts: list[Any], *__: Any) -> Any:
-            self.prompts.append(len(prompts))
+            self.prompts.append(len({episode.prompt.number for episode in prompts}))
             return []
 
     prompts = [m.LetterTask(0).prompt(number) for number in range(128)]
@@ -1979,7 +1989,7 @@ def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> N
 
     monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
     groups = [[(m.Prompt(0, ()), ["a"])]] * 2
-    assert m.UserProcess(CFG)(groups) == [["no reward within 60 s"]] * 2
+    assert m.UserProcess(CFG)("score", groups) == [["no score within 60 s"]] * 2
 
 
 PARENT = """
