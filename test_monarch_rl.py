@@ -1691,7 +1691,7 @@ def test_the_recipes_for_a_user_and_for_a_tool(tmp_path: Path) -> None:
     higher, lower, other = [
         ("user", f"{text}.") for text in ("Higher", "Lower", "Write only a number")
     ]
-    assert talk(cfg, "99", "none", "0", "{}.\n") == [lower, other, higher, None, [0, 0, 0, 1]]
+    assert talk(cfg, "It is 99.", "none", "0", "{}.") == [lower, other, higher, None, [0, 0, 0, 1]]
     assert talk(cfg, "1", "99", "1", "1") == [higher, lower, higher, None, [0, 0, 0, 0]]
     cfg = recipe(tmp_path, "monarch_rl", "tool.py:Calculator")
     results = [("tool", "14"), ("tool", "error: <class 'ast.Pow'>"), None, [0, 0, 1]]
