@@ -1838,6 +1838,33 @@ def tells_right_from_wrong(cfg: m.Config, answer: Any) -> bool:
     return m.call_task(cfg, "score", [responses]) == [[[1.0], [0.0]]]
 
 
+def talk(cfg: m.Config, *responses: str) -> list[Any]:
+    """What an environment says after each response, as role and text, and then the rewards."""
+    episode = m.Episode(m.user_task(cfg).prompt(7))
+    turns: list[Any] = []
+    for response in responses:
+        episode.responses.append(response.format(episode.prompt.turns[0].answer))
+        ((reply,),) = m.call_task(cfg, "reply", [[(episode.prompt, episode.responses)]])
+        if reply:
+            episode.add_reply(reply)
+        turns.append(reply and (*reply.messages[0].values(),))
+    (rewards,) = m.call_task(cfg, "score", [[(episode.prompt, episode.responses)]])
+    return [*turns, *rewards]
+
+
+def test_the_recipes_for_a_user_and_for_a_tool(tmp_path: Path) -> None:
+    cfg = recipe(tmp_path, "monarch_rl", "guess.py:Guess")
+    higher, lower, other = [
+        ("user", f"{text}.") for text in ("Higher", "Lower", "Write only a number")
+    ]
+    assert talk(cfg, "It is 99.", "none", "0", "{}.") == [lower, other, higher, None, [0, 0, 0, 1]]
+    assert talk(cfg, "1", "99", "1", "1") == [higher, lower, higher, None, [0, 0, 0, 0]]
+    cfg = recipe(tmp_path, "monarch_rl", "tool.py:Calculator")
+    results = [("tool", "14"), ("tool", "error: <class 'ast.Pow'>"), None, [0, 0, 1]]
+    assert talk(cfg, "I write calc(2 * (3 + 4)).", "calc(9 ** 9)", "{}") == results
+    assert talk(cfg, "It is 1") == [None, [0]]
+
+
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
     right = lambda prompt: f"It is {prompt.turns[0].answer['answer']}."  # noqa: E731
@@ -1876,10 +1903,13 @@ class Heard(Observation):
 class Doubles(Environment):
     state = State()
     def reset(self, seed=None, **_):
-        self.number = seed
+        self.number, self.left = seed, 2
         return Heard(question=f"Double {seed}")
     def step(self, action, **_):
-        return Heard(reward=float(action.message == str(2 * self.number)))
+        self.number *= 2
+        self.left -= 1
+        how = {"question": f"Double {self.number}", "done": not self.left}
+        return Heard(reward=float(action.message == str(self.number)), **how)
 uvicorn.run(create_fastapi_app(Doubles, Say, Heard), port=int(sys.argv[1]))
 """
 
@@ -1891,10 +1921,11 @@ def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
     server = subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)])
     until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    is_right = tells_right_from_wrong(cfg, lambda prompt: str(2 * int(text_of(prompt).split()[1])))
+    right, wrong = talk(cfg, "14", "28"), talk(cfg, "14", "none")
     server.kill()
     server.wait()
-    assert is_right
+    assert right == [("user", "Double 14"), None, [0, 1]]
+    assert wrong == [("user", "Double 14"), None, [0, 0]]
 
 
 USER_REWARDS = """
