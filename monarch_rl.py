@@ -377,8 +377,8 @@ async def demo_rdma_transfer(report: Report) -> None:
         middle = time.perf_counter()
         await handle.read_into(mine)
         end = time.perf_counter()
-        row = {"MiB": mib, "message, ms": (middle - start) * 1e3}
-        rows.append({**row, "handle, ms": (end - middle) * 1e3})
+        message_ms = (middle - start) * 1e3
+        rows.append({"MiB": mib, "message, ms": message_ms, "handle, ms": (end - middle) * 1e3})
     report.table(rows)
     report.check("bytes of the handle", len(pickle.dumps(handle)), "<", 1024)
 
@@ -762,57 +762,42 @@ class Service:
             self.spans[replica.name].append((replica.in_flight.pop(call), time.time()))
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another until `close`. Three failed starts in a row end it."""
-        num_failed = 0
+        """Runs one replica after another until `close` or an error that another would meet, too."""
+        num_failed_starts = 0
         while not self.error:
-            failed_start = await self._live(number)
-            num_failed = num_failed + 1 if failed_start else 0
-            if num_failed == 3:
-                self.error = failed_start
+            try:
+                await self._live(number)
+                num_failed_starts = 0
+            except Exception as error:  # of a start: no process, or `setup` raised or was lost
+                num_failed_starts += 1
+                raised = isinstance(error, ActorError)  # in another process it would raise again
+                if raised or num_failed_starts == 3 or not self.replaces:
+                    self.error = error
 
-    async def _live(self, number: int) -> Exception | None:
-        """Runs one replica to its end. Returns the error of a start to be retried, else None."""
-        try:
-            replica = await self._spawn(number)
-        except Exception as error:  # there is no process
-            return error
-        try:
-            failed_start = await self._serve(number, replica)
-        finally:  # it was lost, or `close` cancelled this task
-            self.replicas.pop(number, None)
-            await self.pool.end(replica)
-        self.failures.append(replica)
-        if not self.replaces and not self.error:
-            self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
-        return failed_start
-
-    async def _serve(self, number: int, replica: Replica) -> Exception | None:
-        """Sets a replica up, and serves until it is lost. Returns the same as `_live`."""
-        try:
-            # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
-            async with replica.watched(max(30.0, self.unresponsive_s)):
-                replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-        except ReplicaLost as error:  # killed when out of memory, for example
-            return error
-        except Exception as error:  # `setup` raised; in another process it would raise again
-            replica.lose(cause_of(error))
-            self.error = error
-            return None
-        # From here on it gets requests.
-        replica.is_ready = True
-        self.replicas[number] = replica
-        async with replica.watched(self.unresponsive_s):
-            await wait([replica.lost])
-        return None
-
-    async def _spawn(self, number: int) -> Replica:
-        """Returns a replica whose `setup` has not run yet."""
+    async def _live(self, number: int) -> None:
+        """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         processes = await self.pool.start(self.num_ranks)
         # Monarch wants another name for each actor, also for a successor.
         actor_name = f"{name}_{time.monotonic_ns()}"
         worker = processes.mesh.spawn(actor_name, self.worker_class)
-        return Replica(name, processes, worker)
+        replica = Replica(name, processes, worker)
+        try:
+            # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
+            async with replica.watched(max(30.0, self.unresponsive_s)):
+                replica.result = await self._ask(replica, "setup", number, *self.setup_args)
+            # From here on it gets requests.
+            replica.is_ready = True
+            self.replicas[number] = replica
+            async with replica.watched(self.unresponsive_s):
+                await wait([replica.lost])
+            if not self.replaces:
+                self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
+        finally:  # it was lost, `setup` raised, or `close` cancelled this task
+            self.replicas.pop(number, None)
+            if replica.lost.done():
+                self.failures.append(replica)
+            await self.pool.end(replica)
 
     async def close(self) -> None:
         for supervisor in self.supervisors:
@@ -955,7 +940,6 @@ class ArenaHandle:
 
     path: str
     layout: Layout  # of each slot
-    slot_bytes: int
     num_readers: int
 
 
@@ -977,7 +961,7 @@ class Arena:
         self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")  # signed 8-byte integers
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         # [slots, bytes of a slot]
-        self.slots = everything[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
+        self.slots = everything[self.HEADER_BYTES :].view(self.num_slots, -1)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -1024,8 +1008,13 @@ class WeightWriter:
     def __init__(self, tensors: Weights, num_readers: int) -> None:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
-        self.block = move_into_block(tensors, self.handle)
         self.thread = ThreadPoolExecutor(1)
+        # Moves the tensors into one block, [slot bytes] uint8, which has the layout of a slot.
+        self.block = torch.zeros_like(self.arena.slots[0])
+        for spec in self.handle.layout:
+            view = spec.view(self.block)
+            view.copy_(tensors[spec.name].detach())
+            tensors[spec.name].data = view
 
     def publish(self, version: int) -> None:
         """Begins to copy. Nobody may change the tensors until `wait` has returned."""
@@ -1048,17 +1037,6 @@ class WeightWriter:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         # ctypes releases the GIL, so that the trainer's thread goes on. (Part II: GPUs.)
         ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-
-
-def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
-    """Makes the tensors views of one block, [slot bytes] uint8, with the layout of a slot."""
-    device = next(iter(tensors.values())).device
-    block = torch.zeros(handle.slot_bytes, dtype=torch.uint8, device=device)
-    for spec in handle.layout:
-        view = spec.view(block)
-        view.copy_(tensors[spec.name].detach())
-        tensors[spec.name].data = view
-    return block
 
 
 class WeightReader:
@@ -1137,14 +1115,13 @@ def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
     """Returns an arena, and the handle by which other processes map it while this one lives."""
     last = layout[-1]
-    num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
-    slot_bytes = num_pages * mmap.PAGESIZE
+    slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
     # A file in memory without a name: unlike one in /dev/shm it cannot be left behind. Other
     # processes open it as this one's descriptor.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    handle = ArenaHandle(path, layout, slot_bytes, num_readers)
+    handle = ArenaHandle(path, layout, num_readers)
     arena = Arena(handle)
     weakref.finalize(arena, os.close, descriptor)  # freed when the last mapping is closed
     for word in range(Arena.LEASES + num_readers):
@@ -1160,10 +1137,6 @@ def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
 def blocks(num_blocks: int) -> Weights:
     """Returns weights, 2 MiB in each block."""
     return {f"block{i}": torch.zeros(1 << 19) for i in range(num_blocks)}
-
-
-def extremes(tensor: Tensor) -> list[float]:
-    return [extreme.item() for extreme in tensor.aminmax()]
 
 
 class ReaderWorker(Worker):
@@ -1188,12 +1161,12 @@ class ReaderWorker(Worker):
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
             # The first tensor; then the writer publishes; then the others.
             first, *others = self.reader.tensors.values()
-            numbers = {version, *extremes(first)}
+            is_torn = bool((first != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
                 time.sleep(0.0005)
             for tensor in others:
-                numbers.update(extremes(tensor))
-            num_torn += len(numbers) > 1
+                is_torn |= bool((tensor != version).any())
+            num_torn += is_torn
         return num_torn, median(pull_ms)
 
 
@@ -1332,15 +1305,12 @@ class ShardedWriter(WeightWriter):
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
             coordinate = tuple(mesh.get_coordinate())
-            box = box_of(spec.shape, mesh.shape, tensor.placements, coordinate)
-            is_first = True
-            for placement, rank in zip(tensor.placements, coordinate):
-                if placement.is_replicate() and rank > 0:
-                    is_first = False  # mechanism: reshard
-            if is_first:
-                target = spec.view(slot)[box]
-                target.copy_(tensor.to_local().detach())
-                self.written_bytes += target.nbytes
+            copies = [p.is_replicate() for p in tensor.placements]
+            if any(rank for rank, is_copy in zip(coordinate, copies) if is_copy):
+                continue  # mechanism: reshard
+            target = spec.view(slot)[box_of(spec.shape, mesh.shape, tensor.placements, coordinate)]
+            target.copy_(tensor.to_local().detach())
+            self.written_bytes += target.nbytes
 
 
 def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
@@ -1399,8 +1369,7 @@ async def demo_reshard(report: Report) -> None:
     for spec in handle.layout:
         tensor = spec.view(arena.slots[slot])
         needed_bytes += tensor.nbytes
-        by_columns = [Shard(tensor.dim() - 1)]
-        boxes = [box_of(spec.shape, (2,), by_columns, (rank,)) for rank in range(2)]
+        boxes = [box_of(spec.shape, (2,), [Shard(-1)], (rank,)) for rank in range(2)]
         columns = torch.cat([tensor[box] for box in boxes], -1)
         num_wrong += int((columns != expected[spec.name]).sum())
     report.check("elements that differ", num_wrong, "==", 0)
