@@ -377,8 +377,8 @@ async def demo_rdma_transfer(report: Report) -> None:
         middle = time.perf_counter()
         await handle.read_into(mine)
         end = time.perf_counter()
-        row = {"MiB": mib, "message, ms": (middle - start) * 1e3}
-        rows.append({**row, "handle, ms": (end - middle) * 1e3})
+        message_ms = (middle - start) * 1e3
+        rows.append({"MiB": mib, "message, ms": message_ms, "handle, ms": (end - middle) * 1e3})
     report.table(rows)
     report.check("bytes of the handle", len(pickle.dumps(handle)), "<", 1024)
 
@@ -634,10 +634,6 @@ async def demo_supervision(report: Report) -> None:
 # Cost. A request may run several times, so it must be harmless to repeat.
 # Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
 #
-#   caller --- request("root", 4) ---> Service ---> replica 0   is lost: it is replaced
-#                                          \------> replica 1   answers
-#          <------- 2.0 -----------------------------/
-#
 #   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
 #   await service.begin()                                      # all four are ready
 #   await service.request("root", 4)                           # 2.0, from one of them
@@ -657,14 +653,14 @@ class Replica:
     in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
     result: Any = None  # the return value of `setup`
     is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
-    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # why it was lost
+    lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # "generator_0 has died"
     noticed_s: float = 0.0  # when the loss was noticed, in seconds since 1970
 
     def lose(self, reason: str) -> None:
         """Marks this replica as lost. The first reason counts."""
         if not self.lost.done():
             self.noticed_s = time.time()
-            self.lost.set_result(reason)
+            self.lost.set_result(f"{self.name} {reason}")
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
@@ -674,8 +670,7 @@ class Replica:
             self.lose(await detector)
 
         # One detector per process for crashes, one for hangs.
-        detectors = self.processes.deaths()
-        detectors.append(until_unresponsive(self.worker, unresponsive_s))
+        detectors = [*self.processes.deaths(), until_unresponsive(self.worker, unresponsive_s)]
         watches = [ensure_future(watch(detector)) for detector in detectors]
         try:
             yield
@@ -756,63 +751,47 @@ class Service:
                 if isinstance(error, ActorError):  # raised by the request itself
                     raise error
                 replica.lose(cause_of(error))  # of several types: the process has ended
-            raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
+            raise ReplicaLost(replica.lost.result())
         finally:
             call.cancel()  # has no effect if it is done; the worker is not interrupted
             self.spans[replica.name].append((replica.in_flight.pop(call), time.time()))
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another until `close`. Three failed starts in a row end it."""
-        num_failed = 0
+        """Runs one replica after another until `close` or an error that another would meet, too."""
+        num_failed_starts = 0
         while not self.error:
-            failed_start = await self._live(number)
-            num_failed = num_failed + 1 if failed_start else 0
-            if num_failed == 3:
-                self.error = failed_start
+            try:
+                await self._live(number)
+                num_failed_starts = 0
+            except Exception as error:  # of a start: no process, or `setup` raised or was lost
+                num_failed_starts += 1
+                raised = isinstance(error, ActorError)  # in another process it would raise again
+                if raised or num_failed_starts == 3 or not self.replaces:
+                    self.error = error
 
-    async def _live(self, number: int) -> Exception | None:
-        """Runs one replica to its end. Returns the error of a start to be retried, else None."""
-        try:
-            replica = await self._spawn(number)
-        except Exception as error:  # there is no process
-            return error
-        try:
-            failed_start = await self._serve(number, replica)
-        finally:  # it was lost, or `close` cancelled this task
-            self.replicas.pop(number, None)
-            await self.pool.end(replica)
-        self.failures.append(replica)
-        if not self.replaces and not self.error:
-            self.error = ReplicaLost(f"{replica.name} {replica.lost.result()}")
-        return failed_start
-
-    async def _serve(self, number: int, replica: Replica) -> Exception | None:
-        """Sets a replica up, and serves until it is lost. Returns the same as `_live`."""
+    async def _live(self, number: int) -> None:
+        """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
+        name = f"{self.worker_class.__name__.lower()}_{number}"
+        processes = await self.pool.start(self.num_ranks)
+        # Monarch wants another name for each actor, also for a successor.
+        worker = processes.mesh.spawn(f"{name}_{time.monotonic_ns()}", self.worker_class)
+        replica = Replica(name, processes, worker)
         try:
             # Imports may hold the GIL for seconds, so the timeout is at least 30 s.
             async with replica.watched(max(30.0, self.unresponsive_s)):
                 replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-        except ReplicaLost as error:  # killed when out of memory, for example
-            return error
-        except Exception as error:  # `setup` raised; in another process it would raise again
-            replica.lose(cause_of(error))
-            self.error = error
-            return None
-        # From here on it gets requests.
-        replica.is_ready = True
-        self.replicas[number] = replica
-        async with replica.watched(self.unresponsive_s):
-            await wait([replica.lost])
-        return None
-
-    async def _spawn(self, number: int) -> Replica:
-        """Returns a replica whose `setup` has not run yet."""
-        name = f"{self.worker_class.__name__.lower()}_{number}"
-        processes = await self.pool.start(self.num_ranks)
-        # Monarch wants another name for each actor, also for a successor.
-        actor_name = f"{name}_{time.monotonic_ns()}"
-        worker = processes.mesh.spawn(actor_name, self.worker_class)
-        return Replica(name, processes, worker)
+            # From here on it gets requests.
+            replica.is_ready = True
+            self.replicas[number] = replica
+            async with replica.watched(self.unresponsive_s):
+                await wait([replica.lost])
+            if not self.replaces:
+                self.error = ReplicaLost(replica.lost.result())
+        finally:  # it was lost, `setup` raised, or `close` cancelled this task
+            self.replicas.pop(number, None)
+            if replica.lost.done():
+                self.failures.append(replica)
+            await self.pool.end(replica)
 
     async def close(self) -> None:
         for supervisor in self.supervisors:
@@ -876,12 +855,9 @@ async def demo_service(report: Report) -> None:
     service = Service(RootWorker, 4, report.pool, unresponsive_s=2.0)
     await service.begin()
     # After 0.2 s replica 2 is killed, and after 0.3 s replica 3 is stopped.
-    injected_s = {}
     for number, how in ((2, signal.SIGKILL), (3, signal.SIGSTOP)):
-        victim = service.replicas[number]
-        injected_s[victim.name] = time.time() + number / 10
-        loop = get_running_loop()
-        loop.call_later(number / 10, os.kill, victim.processes.ids[0], how)
+        victim = service.replicas[number].processes.ids[0]
+        get_running_loop().call_later(number / 10, os.kill, victim, how)
 
     async def is_right(number: int) -> bool:
         """Requests a root, 2 ms after the request of the number before."""
@@ -894,13 +870,8 @@ async def demo_service(report: Report) -> None:
     # 400 requests in 0.8 s, around the two faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
-    rows: list[Record] = []
     for failed in service.failures:
-        noticed_ms = (failed.noticed_s - injected_s[failed.name]) * 1e3
-        rows.append(
-            {"replica": failed.name, "what": failed.lost.result(), "noticed, ms": noticed_ms}
-        )
-    report.table(rows)
+        report.say(f"{failed.lost.result()}: replaced")
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("replicas that were replaced", len(service.failures), "==", 2)
     await service.close()
@@ -955,7 +926,6 @@ class ArenaHandle:
 
     path: str
     layout: Layout  # of each slot
-    slot_bytes: int
     num_readers: int
 
 
@@ -977,7 +947,7 @@ class Arena:
         self.words = memoryview(memory)[: self.HEADER_BYTES].cast("q")  # signed 8-byte integers
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         # [slots, bytes of a slot]
-        self.slots = everything[self.HEADER_BYTES :].view(self.num_slots, handle.slot_bytes)
+        self.slots = everything[self.HEADER_BYTES :].view(self.num_slots, -1)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -1013,19 +983,21 @@ class Arena:
 
 
 class WeightWriter:
-    """The trainer's side. `publish` copies in a background thread.
-
-    The tensors become views of one block, so a publish is one memory copy. The optimizer's updates
-    in place write the block.
-    """
+    """The trainer's side. `publish` copies in a background thread."""
 
     copying: Future[None] | None = None
 
     def __init__(self, tensors: Weights, num_readers: int) -> None:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
-        self.block = move_into_block(tensors, self.handle)
         self.thread = ThreadPoolExecutor(1)
+        # The tensors become views of one block, [slot bytes] uint8, so that a publish is one memory
+        # copy. The optimizer's updates in place write the block.
+        self.block = torch.zeros_like(self.arena.slots[0])
+        for spec in self.handle.layout:
+            view = spec.view(self.block)
+            view.copy_(tensors[spec.name].detach())
+            tensors[spec.name].data = view
 
     def publish(self, version: int) -> None:
         """Begins to copy. Nobody may change the tensors until `wait` has returned."""
@@ -1048,17 +1020,6 @@ class WeightWriter:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
         # ctypes releases the GIL, so that the trainer's thread goes on. (Part II: GPUs.)
         ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
-
-
-def move_into_block(tensors: Weights, handle: ArenaHandle) -> Tensor:
-    """Makes the tensors views of one block, [slot bytes] uint8, with the layout of a slot."""
-    device = next(iter(tensors.values())).device
-    block = torch.zeros(handle.slot_bytes, dtype=torch.uint8, device=device)
-    for spec in handle.layout:
-        view = spec.view(block)
-        view.copy_(tensors[spec.name].detach())
-        tensors[spec.name].data = view
-    return block
 
 
 class WeightReader:
@@ -1124,7 +1085,7 @@ Weights = dict[str, Tensor]  # by name
 def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
     """Returns the layout of tensors in a slot.
 
-    dtype: of floating-point tensors in the slot; by default their own.
+    dtype: of floating-point tensors in the slot; by default their own (Part II: bfloat16).
     """
     specs = []
     offset = 0
@@ -1140,14 +1101,13 @@ def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
     """Returns an arena, and the handle by which other processes map it while this one lives."""
     last = layout[-1]
-    num_pages = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE)
-    slot_bytes = num_pages * mmap.PAGESIZE
+    slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
     # A file in memory without a name: unlike one in /dev/shm it cannot be left behind. Other
     # processes open it as this one's descriptor.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    handle = ArenaHandle(path, layout, slot_bytes, num_readers)
+    handle = ArenaHandle(path, layout, num_readers)
     arena = Arena(handle)
     weakref.finalize(arena, os.close, descriptor)  # freed when the last mapping is closed
     for word in range(Arena.LEASES + num_readers):
@@ -1163,10 +1123,6 @@ def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
 def blocks(num_blocks: int) -> Weights:
     """Returns weights, 2 MiB in each block."""
     return {f"block{i}": torch.zeros(1 << 19) for i in range(num_blocks)}
-
-
-def extremes(tensor: Tensor) -> list[float]:
-    return [extreme.item() for extreme in tensor.aminmax()]
 
 
 class ReaderWorker(Worker):
@@ -1191,12 +1147,12 @@ class ReaderWorker(Worker):
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
             # The first tensor; then the writer publishes; then the others.
             first, *others = self.reader.tensors.values()
-            numbers = {version, *extremes(first)}
+            is_torn = bool((first != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
                 time.sleep(0.0005)
             for tensor in others:
-                numbers.update(extremes(tensor))
-            num_torn += len(numbers) > 1
+                is_torn |= bool((tensor != version).any())
+            num_torn += is_torn
         return num_torn, median(pull_ms)
 
 
@@ -1299,10 +1255,7 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks, with DTensors.
-
-    dtype: of floating-point tensors in the slot (Part II samples in bfloat16).
-    """
+    """One rank of a trainer of several ranks, with DTensors. dtype: as in `layout_of`."""
 
     def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
         # A process group of its own, because the copy runs beside the collectives of the next step.
@@ -1335,15 +1288,12 @@ class ShardedWriter(WeightWriter):
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
             coordinate = tuple(mesh.get_coordinate())
-            box = box_of(spec.shape, mesh.shape, tensor.placements, coordinate)
-            is_first = True
-            for placement, rank in zip(tensor.placements, coordinate):
-                if placement.is_replicate() and rank > 0:
-                    is_first = False  # mechanism: reshard
-            if is_first:
-                target = spec.view(slot)[box]
-                target.copy_(tensor.to_local().detach())
-                self.written_bytes += target.nbytes
+            by_dim = zip(tensor.placements, coordinate)
+            if any(rank > 0 for placement, rank in by_dim if placement.is_replicate()):
+                continue  # mechanism: reshard
+            target = spec.view(slot)[box_of(spec.shape, mesh.shape, tensor.placements, coordinate)]
+            target.copy_(tensor.to_local().detach())
+            self.written_bytes += target.nbytes
 
 
 def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
@@ -1362,11 +1312,11 @@ def example() -> Weights:
 
 
 class ShardWorker(Worker):
-    def setup(self, number: int, meeting_file: str, num_ranks: int) -> ArenaHandle:
+    def setup(self, number: int, meeting_file: str) -> ArenaHandle:
         from torch.distributed import tensor as dtensor
 
-        form_group(meeting_file, current_rank().rank, num_ranks)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+        form_group(meeting_file, current_rank().rank, 2)
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
         tensors = {}
         for name, tensor in example().items():
@@ -1387,8 +1337,8 @@ async def demo_reshard(report: Report) -> None:
     from torch.distributed.tensor import Shard
 
     # Two ranks write shards of rows.
-    setup_args = (str(report.folder / "shards"), 2)
-    service = Service(ShardWorker, 1, report.pool, setup_args, num_ranks=2)
+    meeting_file = str(report.folder / "shards")
+    service = Service(ShardWorker, 1, report.pool, (meeting_file,), num_ranks=2)
     await service.begin()
     handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
@@ -1402,8 +1352,7 @@ async def demo_reshard(report: Report) -> None:
     for spec in handle.layout:
         tensor = spec.view(arena.slots[slot])
         needed_bytes += tensor.nbytes
-        by_columns = [Shard(tensor.dim() - 1)]
-        boxes = [box_of(spec.shape, (2,), by_columns, (rank,)) for rank in range(2)]
+        boxes = [box_of(spec.shape, (2,), [Shard(-1)], (rank,)) for rank in range(2)]
         columns = torch.cat([tensor[box] for box in boxes], -1)
         num_wrong += int((columns != expected[spec.name]).sum())
     report.check("elements that differ", num_wrong, "==", 0)
@@ -4981,7 +4930,7 @@ def write_page(path: str, run: Run, start_s: float) -> None:
     charts = []
     for service in run.services:
         for each in service.failures:
-            summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
+            summary += f"; {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
         for who, spans in sorted(service.spans.items()):
             seen = [(begin_s - start_s, end_s - start_s) for begin_s, end_s in spans]
             charts.append(chart(f"{who} busy", busy_shares(seen, seconds), "seconds"))

@@ -3017,8 +3017,8 @@ HOSTILE = "</script><script>alert(1)</script><img src=x> &amp;"
 def page_of(folder: Path, rows: list[Any], heldout: list[Any]) -> str:
     """The page of a run whose command began 10 s ago."""
     start_s = time.time() - 10
-    lost = types.SimpleNamespace(result=lambda: HOSTILE)
-    failure = types.SimpleNamespace(name="generator_0", lost=lost, noticed_s=start_s + 8)
+    lost = types.SimpleNamespace(result=lambda: "generator_0 " + HOSTILE)
+    failure = types.SimpleNamespace(lost=lost, noticed_s=start_s + 8)
     spans = {"trainer_0": [(-50, -40), (1, 3), (2, 6)], "generator_0": [(-5, 2.5)], "idle_0": []}
     seen = {w: [(start_s + a, start_s + b) for a, b in pairs] for w, pairs in spans.items()}
     services = [types.SimpleNamespace(failures=[failure], spans=seen)]
