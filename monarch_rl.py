@@ -1428,7 +1428,7 @@ class Turn:
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
-    is_reply: bool = False  # an environment said it, after it had seen the responses before
+    is_reply: bool = False  # said by an environment, which had seen the responses before
 
 
 @dataclass(frozen=True)
@@ -1497,7 +1497,7 @@ class LetterTask(Task):
 
 @dataclass
 class RetryTask(Task):
-    """An environment: it says which letters were missing in a response, until none is.
+    """An environment, which asks again for letters that were missing in a response.
 
     By example: "abc" -> ad, "bc" -> cb, and the conversation is over.
     """
@@ -1508,10 +1508,10 @@ class RetryTask(Task):
         return Prompt(number, LetterTask(self.seed).prompt(number).turns[:1])
 
     def reply(self, prompt: Prompt, responses: list[str]) -> Turn | None:
-        wanted = prompt.turns[-1].messages[0]["content"]
-        missing = "".join(letter for letter in wanted if letter not in responses[-1])
+        asked = prompt.turns[-1].messages[0]["content"]
+        missing = "".join(letter for letter in asked if letter not in responses[-1])
         is_over = not missing or len(responses) == 4
-        return None if is_over else replace(user_turn(missing, wanted), is_reply=True)
+        return None if is_over else user_turn(missing, missing)
 
 
 # -- 9b. What is recorded ---
@@ -1549,14 +1549,15 @@ class Episode:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # The ids of a later turn begin with the end of the response before: <e> <u> u u u ... A
         # truncated response has none, even if its last token happens to be the same.
-        is_truncated = bool(self.truncated) and self.truncated[-1]
-        if self.ids and self.ids[-1] == ids[0] and not is_truncated:
+        is_truncated = self.truncated[-1:] == [True]
+        if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
         for token in ids:
             self.add(token, 0, 0.0)
 
     def add_reply(self, reply: Turn) -> None:
         """Appends a turn by an environment, which has no response yet."""
+        reply = replace(reply, is_reply=True)
         self.prompt = replace(self.prompt, turns=(*self.prompt.turns, reply))
 
 
@@ -1656,14 +1657,11 @@ class Policy:
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
         # The logits at one position are of the token at the next. Both are [B, C, ...] -> [N, ...].
         is_kept = is_sampled[:, columns]
-        return self.logprobs_of(logits[is_kept], ids[:, 1:][:, columns][is_kept])
-
-    def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities [N] of targets [N], and entropies [N], of logits [N, V]."""
-        logp = (logits.float() / self.temperature).log_softmax(-1)
+        targets = ids[:, 1:][:, columns][is_kept]  # [N]
+        logp = (logits[is_kept].float() / self.temperature).log_softmax(-1)  # [N, V]
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
-        with torch.set_grad_enabled(self.learns_entropy and logp.requires_grad):
+        with torch.set_grad_enabled(self.learns_entropy):
             # The sum of -p log p. A masked token has log p = -inf: unclamped, its gradient is NaN.
             return chosen, torch.special.entr(logp.clamp(min=-80).exp()).sum(-1)
 
@@ -1848,15 +1846,6 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded, recomputed
 
 
-def num_ignored(episodes: list[Episode]) -> int:
-    """Returns how many letters turns of RetryTask ask for that the response before has."""
-    num = 0
-    for episode in episodes:
-        for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
-            num += sum(letter in response for letter in turn.messages[0]["content"])
-    return num
-
-
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
@@ -1872,24 +1861,19 @@ async def demo_rollout(report: Report) -> None:
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
 
-    # 64 conversations with an environment; then others, with the same turns, but fixed in advance.
+    # 16 conversations with an environment, as long as it replies.
     environment = RetryTask(cfg.seed)
-    replied = new_episodes([environment.prompt(number) for number in range(64)], 1)
-    going = replied
-    while going:
-        sampled = rollout(policy, going, seed=len(going))
-        going = []
-        for episode in sampled:
-            reply = environment.reply(episode.prompt, episode.responses)
-            if reply:
-                episode.add_reply(reply)
-                going.append(episode)
-    fixed = new_episodes([episode.prompt for episode in replied], 1)
-    report.check("letters asked for again by an environment", num_ignored(replied), "==", 0)
-    num_fixed = num_ignored(rollout(policy, fixed, seed=1))
-    report.check("the same by turns fixed in advance", num_fixed, ">", 0)
-    exact = float(k3(*recompute_logprobs(policy, replied)).mean())
-    report.check("k3 of conversations with replies", exact, "<", 1e-10)
+    episodes = new_episodes([environment.prompt(number) for number in range(16)], 1)
+    seeds = count()
+    for episode in episodes:
+        rollout(policy, [episode], next(seeds))
+        while reply := environment.reply(episode.prompt, episode.responses):
+            episode.add_reply(reply)
+            rollout(policy, [episode], next(seeds))
+    num_turns = sum(len(episode.responses) for episode in episodes)
+    report.check("turns in 16 conversations with an environment", num_turns, ">", 16)
+    exact = float(k3(*recompute_logprobs(policy, episodes)).mean())
+    report.check("k3 in these conversations", exact, "<", 1e-10)
 
 
 # == 10. LOSSES ====
@@ -2052,7 +2036,7 @@ class Learner:
                 batch.prox_logprobs = logp.detach()
             loss = self.token_losses(batch, logp, entropy)
             # The mean over the tokens of all micro-batches, in parts.
-            (loss.sum() / max(batch.num_tokens, 1)).backward()
+            (loss.sum() / batch.num_tokens).backward()
             per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
         grad_norm = self.clip_gradients()
         # One NaN would spoil all weights, so such an update is skipped, and the log shows it.
@@ -2060,8 +2044,7 @@ class Learner:
             self.optimizer.step()
         self.optimizer.zero_grad()
         # [3, N] -> the three means
-        values = torch.cat(per_token, dim=1)
-        loss_mean, entropy_mean, k3_mean = (values.sum(1) / max(values.shape[1], 1)).tolist()
+        loss_mean, entropy_mean, k3_mean = torch.cat(per_token, dim=1).mean(1).tolist()
         seconds = time.perf_counter() - start
         num_tokens = batches[0].num_tokens
         return StepStats(num_tokens, loss_mean, entropy_mean, k3_mean, grad_norm, seconds)
@@ -2071,7 +2054,7 @@ class Learner:
         tensors = (logp, batch.old_logprobs, batch.prox_logprobs, batch.advantage)
         losses = LOSSES[self.cfg.loss](*tensors, self.cfg)
         # A bonus for entropy keeps the policy from becoming deterministic too soon.
-        return losses - self.cfg.entropy * entropy if self.cfg.entropy else losses
+        return losses - self.cfg.entropy * entropy
 
     def clip_gradients(self) -> float:
         """Scales the gradients down to norm 1. Returns the norm before."""
@@ -2113,8 +2096,11 @@ class Learner:
         return parts
 
 
-def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
-    """Returns the episodes of each prompt, which stand next to each other."""
+Group = list[Episode]  # of one prompt
+
+
+def groups_of(episodes: list[Episode]) -> list[Group]:
+    """Cuts a list in which the episodes of each prompt stand next to each other."""
     groups = groupby(episodes, lambda episode: episode.prompt.number)
     return [list(members) for _, members in groups]
 
@@ -2370,23 +2356,8 @@ class RewardWorker(Worker):
 # -- 11c. A run ---
 
 
-@dataclass(eq=False)  # a group is equal to itself only
-class Group:
-    """The episodes of one prompt that have rewards."""
-
-    episodes: list[Episode]
-
-    @property
-    def number(self) -> int:
-        return self.episodes[0].prompt.number
-
-    @property
-    def version(self) -> int:
-        return self.episodes[0].version
-
-
 def numbers_of(groups: list[Group]) -> set[int]:
-    return {group.number for group in groups}
+    return {group[0].prompt.number for group in groups}
 
 
 @dataclass
@@ -2513,7 +2484,7 @@ class Run:
                     scored.append(episode)
             # One episode alone has nothing to be compared with.
             if len(scored) >= min(2, group_size):
-                groups.append(Group(scored))
+                groups.append(scored)
         return groups
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
@@ -2530,7 +2501,7 @@ class Run:
 
     async def step(self, groups: list[Group]) -> None:
         """Lets the trainer train on a batch. Counts the groups, and adds a row."""
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         stats = await self.trainer.request("step", episodes)
         row = self.describe(groups, stats)
         self.progress.end("trained", numbers_of(groups))
@@ -2542,11 +2513,11 @@ class Run:
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
         """Returns the row of a step. Called before the version is incremented."""
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
             "reward": fmean(sum(episode.rewards) for episode in episodes),
-            "staleness": self.version - min(group.version for group in groups),
+            "staleness": self.version - min(group[0].version for group in groups),
             **asdict(stats),
         }
 
@@ -2556,7 +2527,7 @@ class Run:
         None: none of them could be scored.
         """
         groups = await self.sample_and_score(self.held_out, 1, seed=None)
-        num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
+        num_right = sum(sum(group[0].rewards) > 0.999 for group in groups)
         # A prompt that could not be scored counts as wrong.
         accuracy = num_right / len(self.held_out) if groups else None
         self.progress.heldout.append((self.version, accuracy))
@@ -2651,9 +2622,8 @@ async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches:
 
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Draws prompts when there is room, and starts a request for them. Ends when cancelled."""
-    size = request_size(buffer.run.cfg, buffer.max_staleness)
     while True:
-        prompts = await buffer.draw(size)
+        prompts = await buffer.draw()
         # Not awaited: the next `draw` waits for room, not for these groups.
         tasks.create_task(buffer.sample_into(prompts))
 
@@ -2665,13 +2635,6 @@ async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
         # The trainer updates, and begins to publish. Then the batch is no longer in flight.
         await buffer.run.step(batch)
         await buffer.wake()
-
-
-def request_size(cfg: Config, max_staleness: int) -> int:
-    """Returns the prompts of a request. K = 2, batches of 16 and 2 generators: 16."""
-    # While one batch trains, K are sampled: the generators share them, at most one batch each.
-    sampled_at_once = max_staleness * cfg.prompts_per_step
-    return max(1, min(cfg.prompts_per_step, sampled_at_once // cfg.generators))
 
 
 @asynccontextmanager
@@ -2709,16 +2672,22 @@ class ReplayBuffer:
         self.run = run
         self.max_staleness = max_staleness
         self.batch_size = run.cfg.prompts_per_step
+        # While one batch trains, K are sampled: the generators share them, at most one batch each.
+        # K = 2, batches of 16 and 2 generators: requests of 16 prompts.
+        share = max_staleness * self.batch_size // run.cfg.generators
+        self.request_size = max(1, min(self.batch_size, share))
         self.max_in_flight = num_batches * self.batch_size  # groups
         self.ready: list[Group] = []
         self.changed = asyncio.Condition()
 
-    async def draw(self, num_groups: int) -> list[Prompt]:
-        """Waits for room for so many groups, then draws their prompts."""
+    async def draw(self) -> list[Prompt]:
+        """Waits for room for a request, then draws its prompts."""
         async with self.changed:
-            while len(self.run.progress.in_flight) + num_groups > self.max_in_flight:
-                await self.changed.wait()
-        return self.run.draw(num_groups)
+            await self.changed.wait_for(self.has_room)
+        return self.run.draw(self.request_size)
+
+    def has_room(self) -> bool:
+        return len(self.run.progress.in_flight) + self.request_size <= self.max_in_flight
 
     async def sample_into(self, prompts: list[Prompt]) -> None:
         """Makes one request, and adds its groups. Lost groups also free room."""
@@ -2732,18 +2701,17 @@ class ReplayBuffer:
     async def take(self) -> list[Group]:
         """Waits for a batch that is not too old for the trainer's next step."""
         async with self.changed:
-            self._drop_old()
-            while len(self.ready) < self.batch_size:
-                await self.changed.wait()
-                self._drop_old()
+            await self.changed.wait_for(self.has_batch)
             return [self.ready.pop(0) for _ in range(self.batch_size)]
 
-    def _drop_old(self) -> None:
+    def has_batch(self) -> bool:
+        """Drops groups that are too old, and returns whether a batch is left."""
         for group in list(self.ready):
-            if self.run.version - group.version > self.max_staleness:  # mechanism: async_rl
+            if self.run.version - group[0].version > self.max_staleness:  # mechanism: async_rl
                 self.ready.remove(group)
-                self.run.progress.end("dropped", {group.number})
+                self.run.progress.end("dropped", numbers_of([group]))
                 self.changed.notify_all()  # there is room now
+        return len(self.ready) >= self.batch_size
 
 
 # -- measurement ---
@@ -3326,7 +3294,7 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
             return None
         turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
         # The right answer stays that of the turn before.
-        return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
+        return replace(turn, answer=prompt.turns[-1].answer)
     except BaseException as error:
         return place_of(error)
 
@@ -3732,8 +3700,8 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
             # Prompts with an unscored sample are left out.
-            if len(group.episodes) == num_samples:
-                right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
+            if len(group) == num_samples:
+                right.append([sum(episode.rewards) > 0.999 for episode in group])
     if right:
         accuracies["pass@1"] = fmean(fmean(group) for group in right)
         accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
@@ -3867,12 +3835,12 @@ class UserRun(Run):
             self.log = open(os.devnull, "w")
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         first = episodes[0]
         sample = []
         for turn, response, reward in zip(first.prompt.turns, first.responses, first.rewards):
             sample.append(f"{turn.messages[-1]['content']!r} -> {response!r} ({reward:.2f})")
-        rewards = [{str(episode.rewards) for episode in group.episodes} for group in groups]
+        rewards = [{str(episode.rewards) for episode in group} for group in groups]
         return super().describe(groups, stats) | {
             "time": time.time(),
             "truncated": fmean(any(e.truncated) for e in episodes),

@@ -683,10 +683,12 @@ def test_micro_batches_are_cut_by_tokens() -> None:
 
 
 def test_a_masked_token_spoils_no_gradient() -> None:
-    logits = torch.zeros(2, 3)
-    logits[:, 2] = torch.finfo(torch.float32).min  # divided by the temperature: -inf
+    logits = torch.zeros(1, 2, 3)
+    logits[:, :, 2] = torch.finfo(torch.float32).min  # divided by the temperature: -inf
     policy = policy_of(temperature=0.7, entropy=0.01)
-    logp, entropy = policy.logprobs_of(logits.requires_grad_(), torch.tensor([0, 1]))
+    policy.forward = lambda *_, **__: logits.requires_grad_()
+    ids = torch.tensor([[0, 0, 1]])
+    logp, entropy = policy.token_logprobs(ids, torch.tensor([[True, True]]))
     (logp - entropy).sum().backward()
     assert logits.grad.isfinite().all()
 
@@ -959,13 +961,14 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
     check_conversations(policy, sampled)
     # The same letters are never asked for again, and the answer follows the question.
-    assert m.num_ignored(sampled) == 0
     assert {len(e.responses) for e in sampled} == {2, 3}
     for episode in sampled:
         first, *later = episode.prompt.turns
         assert [turn.is_reply for turn in later] == [True] * len(later)
         assert episode.prompt.is_held_out == task.prompt(episode.prompt.number).is_held_out
         assert {turn.answer for turn in later} <= {first.answer}
+        for response, turn in zip(episode.responses[:-1], later, strict=True):
+            assert not set(response) & set(turn.messages[0]["content"])
     # The oldest version counts, each request has its own seed, and an error costs its episode.
     assert {episode.version for episode in sampled} == {1}
     assert len(set(seeds)) == 3
@@ -1496,7 +1499,9 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
         assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
-        assert [group.number for group in groups] == [i for i, t in enumerate(texts) if t != "b"]
+        assert [group[0].prompt.number for group in groups] == [
+            i for i, t in enumerate(texts) if t != "b"
+        ]
     assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
 
 
@@ -1534,7 +1539,7 @@ def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episode
     prompts = [run.task.prompt(number) for number in range(130)]
     for seed, group_size, wanted in ((0, 2, []), (1, 1, [1] * 130)):
         groups = asyncio.run(run.sample_and_score(prompts, group_size, seed))
-        assert [len(group.episodes) for group in groups] == wanted  # 1 of 2 is left out
+        assert [len(group) for group in groups] == wanted  # 1 of 2 is left out
     assert max(size for size, _ in asked) <= 64
     assert sum(size for size, _ in asked) == 260
     assert len({seed for _, seed in asked}) == len(asked)
@@ -1569,7 +1574,7 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
 
 def groups_with(*rewards: list[float]) -> list[Any]:
     """A group for each list, with an episode for each reward."""
-    return [m.Group([m.Episode(PROMPT, rewards=[r]) for r in each]) for each in rewards]
+    return [[m.Episode(PROMPT, rewards=[r]) for r in each] for each in rewards]
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
@@ -1591,7 +1596,7 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
     run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
     run.sample_and_score = sample_and_score
     groups = groups_with([1.0], [0.99], [0.5])  # the fourth could not be scored
-    groups[2].episodes[0].rewards = [0.5, 0.5]
+    groups[2][0].rewards = [0.5, 0.5]
     assert asyncio.run(m.Run.evaluate(run)) == 0.5
     groups.clear()
     assert asyncio.run(m.Run.evaluate(run)) is None
