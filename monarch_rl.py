@@ -1516,12 +1516,9 @@ class RetryTask(Task):
 
 # -- 9b. What is recorded ---
 #
-# Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
-# letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
-# last one is truncated.
-#
-#   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
-#   turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+# An episode. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one. The user
+# has said u u u; the policy a, and then d e f g, which is truncated: a response has at most four
+# tokens with its end.
 #
 #   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
 #   turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
@@ -1611,8 +1608,9 @@ class Policy:
 
     def render(self, messages: Any, add_generation_prompt: bool) -> str:
         """Returns the text of a conversation, by the chat template."""
-        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return self.tokenizer.apply_chat_template(messages, **how)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -1628,12 +1626,8 @@ class Policy:
     def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
         """Returns the text up to the last response, and the text with the last turn."""
         # A word stands in place of each response.
-        earlier: list[Any] = []
-        for past in turns[:-1]:
-            earlier += [*past.messages, RESPONSE]
-        before = ""
-        if earlier:
-            before = self.render(earlier[:-1], True) + RESPONSE["content"]
+        earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
+        before = self.render(earlier[:-1], True) + RESPONSE["content"] if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
     def response_text(self, episode: Episode, turn: int) -> str:
@@ -2023,7 +2017,24 @@ class Learner:
         return stats[0]
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        return advantages_of(episodes, self.cfg.advantage)
+        """Returns the advantage of each token of each episode; 0 where it was not sampled.
+
+        A response is worth the rewards to go: those of its turn and of later turns, which it leads
+        to. It is compared with those of the same turn in the group. With an environment some
+        conversations end earlier; a response that is alone in its turn gets 0.
+        """
+        per_token = []
+        for group in groups_of(episodes):
+            by_turn = [[0.0] for _ in group]  # of each episode; turn 0: not sampled
+            for turn in range(max(len(episode.rewards) for episode in group)):
+                members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
+                to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
+                gains = advantages(to_go, self.cfg.advantage).tolist()
+                for i, gain in zip(members, gains):
+                    by_turn[i].append(gain)
+            for episode, values in zip(group, by_turn):
+                per_token.append([values[turn] for turn in episode.turn_of])
+        return per_token
 
     def update(self, batches: list[Batch]) -> StepStats:
         """Makes one update; gradients add up over the micro-batches."""
@@ -2043,7 +2054,7 @@ class Learner:
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        # [3, N] -> the three means
+        # [3, N] -> three means
         loss_mean, entropy_mean, k3_mean = torch.cat(per_token, dim=1).mean(1).tolist()
         seconds = time.perf_counter() - start
         num_tokens = batches[0].num_tokens
@@ -2103,26 +2114,6 @@ def groups_of(episodes: list[Episode]) -> list[Group]:
     """Cuts a list in which the episodes of each prompt stand next to each other."""
     groups = groupby(episodes, lambda episode: episode.prompt.number)
     return [list(members) for _, members in groups]
-
-
-def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
-    """Returns the advantage of each token of each episode; 0 where it was not sampled.
-
-    A response is worth the rewards to go: those of its turn and of later turns, which it leads to.
-    It is compared with those of the same turn in the group. With an environment some conversations
-    end earlier; a response that is alone in its turn has nothing to be compared with, and gets 0.
-    """
-    per_token = []
-    for group in groups_of(episodes):
-        by_turn: list[list[float]] = [[0.0] for _ in group]  # of each episode; turn 0: not sampled
-        for turn in range(max(len(episode.rewards) for episode in group)):
-            members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
-            to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
-            for i, advantage in zip(members, advantages(to_go, kind).tolist()):
-                by_turn[i].append(advantage)
-        for episode, values in zip(group, by_turn):
-            per_token.append([values[turn] for turn in episode.turn_of])
-    return per_token
 
 
 # -- measurement ---
@@ -2404,10 +2395,10 @@ class Run:
         # A lost trainer has lost the newest weights, so it is not replaced.
         trainer_args = (cfg, make_learner, self.version)
         self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
-        generator_args = (cfg, Policy, WeightReader)
-        self.generators = service(Generator, cfg.generators, setup_args=generator_args)
-        reward_args = (cfg, make_scorer)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=reward_args)
+        self.generators = service(Generator, cfg.generators, setup_args=(cfg, Policy, WeightReader))
+        self.reward_workers = service(
+            RewardWorker, cfg.reward_workers, setup_args=(cfg, make_scorer)
+        )
         self.errors: Counter[str] = Counter()  # why groups and episodes were lost
         self.num_too_long = 0  # episodes beyond the context
         self.set_task(LetterTask(cfg.seed))
@@ -2449,30 +2440,33 @@ class Run:
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         """Returns groups to train on. Prompts without rewards count as lost."""
-        groups: list[Group] = []
-        try:
-            groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
+        groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
     async def sample_and_score(
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
-        """Returns groups of scored episodes. seed: of the run; None: greedy."""
+        """Returns groups of scored episodes, or none if a request fails.
 
-        async def request(some: list[Prompt]) -> list[Episode]:
-            return await self.request_rollout(new_episodes(some, group_size), seed)
-
+        seed: of the run. If None, decodes greedily.
+        """
         # At most 64 prompts and 512 rows in one request, to bound the memory of KV caches.
         size = max(1, min(64, 512 // group_size))
-        episodes = await scatter_gather(prompts, ceil(len(prompts) / size), request)
-        sampled = groups_of(episodes)
-        conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-        # The reward workers share the groups; the answers come in the same order.
-        score = partial(self.reward_workers.request, "score")
-        scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
+        try:
+            episodes = await scatter_gather(
+                prompts,
+                ceil(len(prompts) / size),
+                lambda some: self.request_rollout(new_episodes(some, group_size), seed),
+            )
+            sampled = groups_of(episodes)
+            conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
+            # The reward workers share the groups; the answers come in the same order.
+            score = partial(self.reward_workers.request, "score")
+            scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
+            return []
         groups = []
         for members, rewards in zip(sampled, scores, strict=True):
             scored = []
@@ -2494,8 +2488,9 @@ class Run:
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
-        args = (self.handle, self.version, episodes, seed)
-        sampled = await self.generators.request("rollout", *args)
+        sampled = await self.generators.request(
+            "rollout", self.handle, self.version, episodes, seed
+        )
         self.num_too_long += len(episodes) - len(sampled)
         return sampled
 
@@ -2738,6 +2733,7 @@ async def demo_async_rl(report: Report) -> None:
     speeds = {"sync": 60 / (middle_s - start_s), "async": 140 / (time.monotonic() - middle_s)}
     report.table([{"loop": name, "steps/s": speed} for name, speed in speeds.items()])
     after = await run.evaluate() or 0.0
+    report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
 
     # 60 steps with two faults, and twice as many batches in flight as the bound allows, so that
     # groups grow too old, and are dropped.
@@ -2746,19 +2742,18 @@ async def demo_async_rl(report: Report) -> None:
         inject_fault(run, run.reward_workers, 230, signal.SIGSTOP),
         train_async(run, max_staleness, 60, 2 * max_staleness + 2),
     )
+    rows = run.progress.rows
+    report.check("largest staleness", max(row["staleness"] for row in rows), "<", max_staleness + 1)
+    report.check("groups dropped", run.progress.ended["dropped"], ">", 0)
     failures = [*run.generators.failures, *run.reward_workers.failures]
-    num_dropped = run.progress.ended["dropped"]
-    bounded = max(row["staleness"] for row in run.progress.rows)
+    report.check("workers lost and replaced", len(failures), "==", 2)
+
     # 30 steps with more batches in flight, and a bound that lets their groups pass.
     await train_async(run, max_staleness + 8, 30)
-    unbounded = max(row["staleness"] for row in run.progress.rows)
+    unbounded = max(row["staleness"] for row in rows)
+    report.check("largest staleness, with the bound raised by 8", unbounded, ">", max_staleness)
     counts = run.progress.counts()
-    report.check("largest staleness", bounded, "<", max_staleness + 1)
-    report.check("the same with the bound raised by 8", unbounded, ">", max_staleness)
-    report.check("groups dropped", num_dropped, ">", 0)
-    report.check("workers lost and replaced", len(failures), "==", 2)
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
-    report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     await run.close()
 
 
@@ -3756,14 +3751,6 @@ class UserRun(Run):
     async def close(self) -> None:
         self.reporting.cancel()
         await super().close()
-
-    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        """Returns no groups if a request fails, so that an evaluation does not end the run."""
-        try:
-            return await super().sample_and_score(*args, **options)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
-            return []
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)

@@ -534,8 +534,12 @@ def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
 
 
 def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
-    advantage = m.advantages_of(episodes, learned.cfg.advantage)
-    return learned.micro_batches(episodes, advantage)
+    return learned.micro_batches(episodes, learned.advantages(episodes))
+
+
+def advantages_of(episodes: list[Any], kind: Any) -> Any:
+    learned: Any = types.SimpleNamespace(cfg=replace(CFG, advantage=kind))
+    return m.Learner.advantages(learned, episodes)
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
@@ -546,16 +550,16 @@ def test_an_advantage_is_that_of_what_follows() -> None:
     for number, group in enumerate(rewards):
         for turns, reward in zip(turn_of, group, strict=True):
             episodes.append(m.Episode(task.prompt(number), turn_of=turns, rewards=reward))
-    found = m.advantages_of(episodes, "none")
+    found = advantages_of(episodes, "none")
     assert found[0] == [0, 0.75, 0.75, 0, 0.5]
     assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
     # A conversation that an environment has ended earlier: its last turn is compared with nothing.
     ended = m.Episode(task.prompt(1), turn_of=[0, 1], rewards=[1.0])
     for kind in ("group", "leave_one_out"):
-        alone, other = m.advantages_of([episodes[3], ended], kind)
+        alone, other = advantages_of([episodes[3], ended], kind)
         assert (alone[5:], alone[2], other) == ([0, 0], pytest.approx(-other[1]), [0, other[1]])
         assert other[1] > 0.2
-    found = m.advantages_of(episodes, "leave_one_out")  # of two: the difference of both
+    found = advantages_of(episodes, "leave_one_out")  # of two: the difference of both
     assert found[0] == pytest.approx([0, -0.25, -0.25, 0, -0.5])
     assert found[1] == pytest.approx([0, 0, 0.25, 0, 0, 0.5, 0.5])
     assert found[2] == pytest.approx([0, -0.25, -0.25, 0, -0.25])
@@ -628,7 +632,7 @@ def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> 
         for episode in episodes:
             episode.rewards = [scale * reward for reward in episode.rewards]
         loss = torch.zeros(())
-        for episode, advantage in zip(episodes, m.advantages_of(episodes, "none"), strict=True):
+        for episode, advantage in zip(episodes, advantages_of(episodes, "none"), strict=True):
             is_sampled = torch.tensor(episode.turn_of) > 0
             ids = torch.tensor([episode.ids])
             logp, _ = one.policy.token_logprobs(ids, is_sampled[None, 1:])
@@ -1418,19 +1422,6 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     assert sum(run.progress.rows[-1]["dropped"] for run in runs) > 0  # before its end
 
 
-def test_a_request_has_at_most_64_prompts_and_512_rows() -> None:
-    class Services(FakeServices):
-        async def rollout(self, _: Any, at_least: int, prompts: list[Any], *__: Any) -> Any:
-            self.prompts.append(len(prompts))
-            return []
-
-    prompts = [m.LetterTask(0).prompt(number) for number in range(128)]
-    for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
-        services = Services(m, 0, False)
-        asyncio.run(run_of(m, CFG, services).sample_and_score(prompts, num_samples, 0))
-        assert (max(services.prompts), sum(services.prompts)) == (most, 128)
-
-
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     def episode_with(policy: Any, prompt: Any, responses: Any) -> Any:
         seen.append(prompt)
@@ -1525,7 +1516,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
         assert asyncio.run(run.evaluate()) is None
 
 
-def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episodes() -> None:
+def test_requests_have_at_most_64_prompts_and_512_rows_and_groups_two_episodes() -> None:
     class Services(FakeServices):
         async def rollout(self, *args: Any) -> Any:
             asked.append((len(args[2]) // group_size, args[3]))
@@ -1535,14 +1526,17 @@ def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episode
             return [["no reward", [1.0]] for _ in groups]
 
     asked: list[Any] = []
+    seeds: list[int] = []
     run = run_of(m, replace(CFG, generators=1), Services(m, 0, False))
-    prompts = [run.task.prompt(number) for number in range(130)]
-    for seed, group_size, wanted in ((0, 2, []), (1, 1, [1] * 130)):
-        groups = asyncio.run(run.sample_and_score(prompts, group_size, seed))
+    prompts = [run.task.prompt(number) for number in range(128)]
+    for group_size, most, wanted in ((2, 64, []), (1, 64, [1] * 128), (16, 32, []), (1000, 1, [])):
+        groups = asyncio.run(run.sample_and_score(prompts, group_size, group_size))
         assert [len(group) for group in groups] == wanted  # 1 of 2 is left out
-    assert max(size for size, _ in asked) <= 64
-    assert sum(size for size, _ in asked) == 260
-    assert len({seed for _, seed in asked}) == len(asked)
+        sizes = [size for size, _ in asked]
+        assert (max(sizes), sum(sizes)) == (most, 128)
+        seeds += [seed for _, seed in asked]
+        asked.clear()
+    assert len(set(seeds)) == len(seeds)  # each has its own
 
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
