@@ -1428,7 +1428,7 @@ class Turn:
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
-    is_reply: bool = False  # said by an environment, which had seen the responses before
+    is_reply: bool = False  # said by an environment
 
 
 @dataclass(frozen=True)
@@ -1679,7 +1679,6 @@ class Decoder:
 
         self.policy = policy
         self.cache: Any = DynamicCache(config=policy.model.config)
-        # The samples of a group begin with the same prompt.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
@@ -2020,8 +2019,8 @@ class Learner:
         """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
         A response is worth the rewards to go: those of its turn and of later turns, which it leads
-        to. It is compared with those of the same turn in the group. With an environment some
-        conversations end earlier; a response that is alone in its turn gets 0.
+        to. It is compared with those of the same turn in the group; if all others have ended, it
+        gets 0.
         """
         per_token = []
         for group in groups_of(episodes):
@@ -2253,17 +2252,14 @@ async def train_sync(run: Run, num_steps: int) -> None:
             num_steps -= 1
 
 
-def split(items: list[Any], num_parts: int) -> list[list[Any]]:
-    """Splits a list into so many parts of nearly the same length: 5 in 2 parts are 2 and 3."""
-    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
-    return [items[start:end] for start, end in pairwise(ends)]
-
-
 async def scatter_gather(
     items: list[Any], num_parts: int, request: Callable[..., Any]
 ) -> list[Any]:
-    """Splits items, requests the answers to all parts at once, and joins them."""
-    answers = await gather(*[request(part) for part in split(items, num_parts) if part])
+    """Splits items into parts, requests the answers to all at once, and joins them."""
+    # The parts have nearly the same length: 5 items in 2 parts are 2 and 3.
+    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    parts = [items[start:end] for start, end in pairwise(ends)]
+    answers = await gather(*[request(part) for part in parts if part])
     return [result for answer in answers for result in answer]
 
 
@@ -2377,7 +2373,7 @@ class Progress:
 
 
 class Run:
-    """The three services of a run, and its progress. Part II has a subclass with other services."""
+    """The three services of a run, and its progress."""
 
     min_groups = 1  # of a step; each rank of a trainer needs one
 
