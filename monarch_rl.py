@@ -1380,7 +1380,7 @@ class Turn:
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
-    is_reply: bool = False  # an environment said it, after it had seen the responses before
+    is_reply: bool = False  # said by an environment
 
 
 @dataclass(frozen=True)
@@ -1449,7 +1449,7 @@ class LetterTask(Task):
 
 @dataclass
 class RetryTask(Task):
-    """An environment: it says which letters were missing in a response, until none is.
+    """An environment, which asks again for letters that were missing in a response.
 
     By example: "abc" -> ad, "bc" -> cb, and the conversation is over.
     """
@@ -1460,20 +1460,17 @@ class RetryTask(Task):
         return Prompt(number, LetterTask(self.seed).prompt(number).turns[:1])
 
     def reply(self, prompt: Prompt, responses: list[str]) -> Turn | None:
-        wanted = prompt.turns[-1].messages[0]["content"]
-        missing = "".join(letter for letter in wanted if letter not in responses[-1])
+        asked = prompt.turns[-1].messages[0]["content"]
+        missing = "".join(letter for letter in asked if letter not in responses[-1])
         is_over = not missing or len(responses) == 4
-        return None if is_over else replace(user_turn(missing, wanted), is_reply=True)
+        return None if is_over else user_turn(missing, missing)
 
 
 # -- 9b. What is recorded ---
 #
-# Two episodes. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one; u is a
-# letter of the user; a to g were sampled. A response has at most four tokens with its end, so the
-# last one is truncated.
-#
-#   ids       <u> u u u <e> <a>  a b c <e>  <u> u u u <e> <a>  d e f <e>
-#   turn_of    0  0 0 0  0   0   1 1 1  1    0  0 0 0  0   0   2 2 2  2
+# An episode. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one. The user
+# has said u u u; the policy a, and then d e f g, which is truncated: a response has at most four
+# tokens with its end.
 #
 #   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
 #   turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
@@ -1501,14 +1498,15 @@ class Episode:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # The ids of a later turn begin with the end of the response before: <e> <u> u u u ... A
         # truncated response has none, even if its last token happens to be the same.
-        is_truncated = bool(self.truncated) and self.truncated[-1]
-        if self.ids and self.ids[-1] == ids[0] and not is_truncated:
+        is_truncated = self.truncated[-1:] == [True]
+        if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
         for token in ids:
             self.add(token, 0, 0.0)
 
     def add_reply(self, reply: Turn) -> None:
         """Appends a turn by an environment, which has no response yet."""
+        reply = replace(reply, is_reply=True)
         self.prompt = replace(self.prompt, turns=(*self.prompt.turns, reply))
 
 
@@ -1562,8 +1560,9 @@ class Policy:
 
     def render(self, messages: Any, add_generation_prompt: bool) -> str:
         """Returns the text of a conversation, by the chat template."""
-        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return self.tokenizer.apply_chat_template(messages, **how)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
 
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -1579,12 +1578,8 @@ class Policy:
     def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
         """Returns the text up to the last response, and the text with the last turn."""
         # A word stands in place of each response.
-        earlier: list[Any] = []
-        for past in turns[:-1]:
-            earlier += [*past.messages, RESPONSE]
-        before = ""
-        if earlier:
-            before = self.render(earlier[:-1], True) + RESPONSE["content"]
+        earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
+        before = self.render(earlier[:-1], True) + RESPONSE["content"] if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
     def response_text(self, episode: Episode, turn: int) -> str:
@@ -1608,14 +1603,11 @@ class Policy:
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
         # The logits at one position are of the token at the next. Both are [B, C, ...] -> [N, ...].
         is_kept = is_sampled[:, columns]
-        return self.logprobs_of(logits[is_kept], ids[:, 1:][:, columns][is_kept])
-
-    def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities [N] of targets [N], and entropies [N], of logits [N, V]."""
-        logp = (logits.float() / self.temperature).log_softmax(-1)
+        targets = ids[:, 1:][:, columns][is_kept]  # [N]
+        logp = (logits[is_kept].float() / self.temperature).log_softmax(-1)  # [N, V]
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
-        with torch.set_grad_enabled(self.learns_entropy and logp.requires_grad):
+        with torch.set_grad_enabled(self.learns_entropy):
             # The sum of -p log p. A masked token has log p = -inf: unclamped, its gradient is NaN.
             return chosen, torch.special.entr(logp.clamp(min=-80).exp()).sum(-1)
 
@@ -1639,7 +1631,6 @@ class Decoder:
 
         self.policy = policy
         self.cache: Any = DynamicCache(config=policy.model.config)
-        # The samples of a group begin with the same prompt.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
@@ -1800,15 +1791,6 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded, recomputed
 
 
-def num_ignored(episodes: list[Episode]) -> int:
-    """Returns how many letters turns of RetryTask ask for that the response before has."""
-    num = 0
-    for episode in episodes:
-        for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
-            num += sum(letter in response for letter in turn.messages[0]["content"])
-    return num
-
-
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
@@ -1824,24 +1806,19 @@ async def demo_rollout(report: Report) -> None:
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
 
-    # 64 conversations with an environment; then others, with the same turns, but fixed in advance.
+    # 16 conversations with an environment, as long as it replies.
     environment = RetryTask(cfg.seed)
-    replied = new_episodes([environment.prompt(number) for number in range(64)], 1)
-    going = replied
-    while going:
-        sampled = rollout(policy, going, seed=len(going))
-        going = []
-        for episode in sampled:
-            reply = environment.reply(episode.prompt, episode.responses)
-            if reply:
-                episode.add_reply(reply)
-                going.append(episode)
-    fixed = new_episodes([episode.prompt for episode in replied], 1)
-    report.check("letters asked for again by an environment", num_ignored(replied), "==", 0)
-    num_fixed = num_ignored(rollout(policy, fixed, seed=1))
-    report.check("the same by turns fixed in advance", num_fixed, ">", 0)
-    exact = float(k3(*recompute_logprobs(policy, replied)).mean())
-    report.check("k3 of conversations with replies", exact, "<", 1e-10)
+    episodes = new_episodes([environment.prompt(number) for number in range(16)], 1)
+    seeds = count()
+    for episode in episodes:
+        rollout(policy, [episode], next(seeds))
+        while reply := environment.reply(episode.prompt, episode.responses):
+            episode.add_reply(reply)
+            rollout(policy, [episode], next(seeds))
+    num_turns = sum(len(episode.responses) for episode in episodes)
+    report.check("turns in 16 conversations with an environment", num_turns, ">", 16)
+    exact = float(k3(*recompute_logprobs(policy, episodes)).mean())
+    report.check("k3 in these conversations", exact, "<", 1e-10)
 
 
 # == 10. LOSSES ====
@@ -1991,7 +1968,24 @@ class Learner:
         return stats[0]
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        return advantages_of(episodes, self.cfg.advantage)
+        """Returns the advantage of each token of each episode; 0 where it was not sampled.
+
+        A response is worth the rewards to go: those of its turn and of later turns, which it leads
+        to. It is compared with those of the same turn in the group; if all others have ended, it
+        gets 0.
+        """
+        per_token = []
+        for group in groups_of(episodes):
+            by_turn = [[0.0] for _ in group]  # of each episode; turn 0: not sampled
+            for turn in range(max(len(episode.rewards) for episode in group)):
+                members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
+                to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
+                gains = advantages(to_go, self.cfg.advantage).tolist()
+                for i, gain in zip(members, gains):
+                    by_turn[i].append(gain)
+            for episode, values in zip(group, by_turn):
+                per_token.append([values[turn] for turn in episode.turn_of])
+        return per_token
 
     def update(self, batches: list[Batch]) -> StepStats:
         """Makes one update; gradients add up over the micro-batches."""
@@ -2004,16 +1998,15 @@ class Learner:
                 batch.prox_logprobs = logp.detach()
             loss = self.token_losses(batch, logp, entropy)
             # The mean over the tokens of all micro-batches, in parts.
-            (loss.sum() / max(batch.num_tokens, 1)).backward()
+            (loss.sum() / batch.num_tokens).backward()
             per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
         grad_norm = self.clip_gradients()
         # One NaN would spoil all weights, so such an update is skipped, and the log shows it.
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        # [3, N] -> the three means
-        values = torch.cat(per_token, dim=1)
-        loss_mean, entropy_mean, k3_mean = (values.sum(1) / max(values.shape[1], 1)).tolist()
+        # [3, N] -> three means
+        loss_mean, entropy_mean, k3_mean = torch.cat(per_token, dim=1).mean(1).tolist()
         seconds = time.perf_counter() - start
         num_tokens = batches[0].num_tokens
         return StepStats(num_tokens, loss_mean, entropy_mean, k3_mean, grad_norm, seconds)
@@ -2023,7 +2016,7 @@ class Learner:
         tensors = (logp, batch.old_logprobs, batch.prox_logprobs, batch.advantage)
         losses = LOSSES[self.cfg.loss](*tensors, self.cfg)
         # A bonus for entropy keeps the policy from becoming deterministic too soon.
-        return losses - self.cfg.entropy * entropy if self.cfg.entropy else losses
+        return losses - self.cfg.entropy * entropy
 
     def clip_gradients(self) -> float:
         """Scales the gradients down to norm 1. Returns the norm before."""
@@ -2065,30 +2058,13 @@ class Learner:
         return parts
 
 
-def groups_of(episodes: list[Episode]) -> list[list[Episode]]:
-    """Returns the episodes of each prompt, which stand next to each other."""
+Group = list[Episode]  # of one prompt
+
+
+def groups_of(episodes: list[Episode]) -> list[Group]:
+    """Cuts a list in which the episodes of each prompt stand next to each other."""
     groups = groupby(episodes, lambda episode: episode.prompt.number)
     return [list(members) for _, members in groups]
-
-
-def advantages_of(episodes: list[Episode], kind: str) -> list[list[float]]:
-    """Returns the advantage of each token of each episode; 0 where it was not sampled.
-
-    A response is worth the rewards to go: those of its turn and of later turns, which it leads to.
-    It is compared with those of the same turn in the group. With an environment some conversations
-    end earlier; a response that is alone in its turn has nothing to be compared with, and gets 0.
-    """
-    per_token = []
-    for group in groups_of(episodes):
-        by_turn: list[list[float]] = [[0.0] for _ in group]  # of each episode; turn 0: not sampled
-        for turn in range(max(len(episode.rewards) for episode in group)):
-            members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
-            to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
-            for i, advantage in zip(members, advantages(to_go, kind).tolist()):
-                by_turn[i].append(advantage)
-        for episode, values in zip(group, by_turn):
-            per_token.append([values[turn] for turn in episode.turn_of])
-    return per_token
 
 
 # -- measurement ---
@@ -2228,17 +2204,14 @@ async def train_sync(run: Run, num_steps: int) -> None:
             num_steps -= 1
 
 
-def split(items: list[Any], num_parts: int) -> list[list[Any]]:
-    """Splits a list into so many parts of nearly the same length: 5 in 2 parts are 2 and 3."""
-    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
-    return [items[start:end] for start, end in pairwise(ends)]
-
-
 async def scatter_gather(
     items: list[Any], num_parts: int, request: Callable[..., Any]
 ) -> list[Any]:
-    """Splits items, requests the answers to all parts at once, and joins them."""
-    answers = await gather(*[request(part) for part in split(items, num_parts) if part])
+    """Splits items into parts, requests the answers to all at once, and joins them."""
+    # The parts have nearly the same length: 5 items in 2 parts are 2 and 3.
+    ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
+    parts = [items[start:end] for start, end in pairwise(ends)]
+    answers = await gather(*[request(part) for part in parts if part])
     return [result for answer in answers for result in answer]
 
 
@@ -2322,23 +2295,8 @@ class RewardWorker(Worker):
 # -- 11c. A run ---
 
 
-@dataclass(eq=False)  # a group is equal to itself only
-class Group:
-    """The episodes of one prompt that have rewards."""
-
-    episodes: list[Episode]
-
-    @property
-    def number(self) -> int:
-        return self.episodes[0].prompt.number
-
-    @property
-    def version(self) -> int:
-        return self.episodes[0].version
-
-
 def numbers_of(groups: list[Group]) -> set[int]:
-    return {group.number for group in groups}
+    return {group[0].prompt.number for group in groups}
 
 
 @dataclass
@@ -2367,7 +2325,7 @@ class Progress:
 
 
 class Run:
-    """The three services of a run, and its progress. Part II has a subclass with other services."""
+    """The three services of a run, and its progress."""
 
     min_groups = 1  # of a step; each rank of a trainer needs one
 
@@ -2385,10 +2343,10 @@ class Run:
         # A lost trainer has lost the newest weights, so it is not replaced.
         trainer_args = (cfg, make_learner, self.version)
         self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
-        generator_args = (cfg, Policy, WeightReader)
-        self.generators = service(Generator, cfg.generators, setup_args=generator_args)
-        reward_args = (cfg, make_scorer)
-        self.reward_workers = service(RewardWorker, cfg.reward_workers, setup_args=reward_args)
+        self.generators = service(Generator, cfg.generators, setup_args=(cfg, Policy, WeightReader))
+        self.reward_workers = service(
+            RewardWorker, cfg.reward_workers, setup_args=(cfg, make_scorer)
+        )
         self.errors: Counter[str] = Counter()  # why groups and episodes were lost
         self.num_too_long = 0  # episodes beyond the context
         self.set_task(LetterTask(cfg.seed))
@@ -2430,30 +2388,33 @@ class Run:
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         """Returns groups to train on. Prompts without rewards count as lost."""
-        groups: list[Group] = []
-        try:
-            groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
+        groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
     async def sample_and_score(
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
-        """Returns groups of scored episodes. seed: of the run; None: greedy."""
+        """Returns groups of scored episodes, or none if a request fails.
 
-        async def request(some: list[Prompt]) -> list[Episode]:
-            return await self.request_rollout(new_episodes(some, group_size), seed)
-
+        seed: of the run. If None, decodes greedily.
+        """
         # At most 64 prompts and 512 rows in one request, to bound the memory of KV caches.
         size = max(1, min(64, 512 // group_size))
-        episodes = await scatter_gather(prompts, ceil(len(prompts) / size), request)
-        sampled = groups_of(episodes)
-        conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-        # The reward workers share the groups; the answers come in the same order.
-        score = partial(self.reward_workers.request, "score")
-        scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
+        try:
+            episodes = await scatter_gather(
+                prompts,
+                ceil(len(prompts) / size),
+                lambda some: self.request_rollout(new_episodes(some, group_size), seed),
+            )
+            sampled = groups_of(episodes)
+            conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
+            # The reward workers share the groups; the answers come in the same order.
+            score = partial(self.reward_workers.request, "score")
+            scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
+            return []
         groups = []
         for members, rewards in zip(sampled, scores, strict=True):
             scored = []
@@ -2465,7 +2426,7 @@ class Run:
                     scored.append(episode)
             # One episode alone has nothing to be compared with.
             if len(scored) >= min(2, group_size):
-                groups.append(Group(scored))
+                groups.append(scored)
         return groups
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
@@ -2475,14 +2436,15 @@ class Run:
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
-        args = (self.handle, self.version, episodes, seed)
-        sampled = await self.generators.request("rollout", *args)
+        sampled = await self.generators.request(
+            "rollout", self.handle, self.version, episodes, seed
+        )
         self.num_too_long += len(episodes) - len(sampled)
         return sampled
 
     async def step(self, groups: list[Group]) -> None:
         """Lets the trainer train on a batch. Counts the groups, and adds a row."""
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         stats = await self.trainer.request("step", episodes)
         row = self.describe(groups, stats)
         self.progress.end("trained", numbers_of(groups))
@@ -2494,11 +2456,11 @@ class Run:
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
         """Returns the row of a step. Called before the version is incremented."""
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
             "reward": fmean(sum(episode.rewards) for episode in episodes),
-            "staleness": self.version - min(group.version for group in groups),
+            "staleness": self.version - min(group[0].version for group in groups),
             **asdict(stats),
         }
 
@@ -2508,7 +2470,7 @@ class Run:
         None: none of them could be scored.
         """
         groups = await self.sample_and_score(self.held_out, 1, seed=None)
-        num_right = sum(sum(group.episodes[0].rewards) > 0.999 for group in groups)
+        num_right = sum(sum(group[0].rewards) > 0.999 for group in groups)
         # A prompt that could not be scored counts as wrong.
         accuracy = num_right / len(self.held_out) if groups else None
         self.progress.heldout.append((self.version, accuracy))
@@ -2603,9 +2565,8 @@ async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches:
 
 async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Draws prompts when there is room, and starts a request for them. Ends when cancelled."""
-    size = request_size(buffer.run.cfg, buffer.max_staleness)
     while True:
-        prompts = await buffer.draw(size)
+        prompts = await buffer.draw()
         # Not awaited: the next `draw` waits for room, not for these groups.
         tasks.create_task(buffer.sample_into(prompts))
 
@@ -2617,13 +2578,6 @@ async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
         # The trainer updates, and begins to publish. Then the batch is no longer in flight.
         await buffer.run.step(batch)
         await buffer.wake()
-
-
-def request_size(cfg: Config, max_staleness: int) -> int:
-    """Returns the prompts of a request. K = 2, batches of 16 and 2 generators: 16."""
-    # While one batch trains, K are sampled: the generators share them, at most one batch each.
-    sampled_at_once = max_staleness * cfg.prompts_per_step
-    return max(1, min(cfg.prompts_per_step, sampled_at_once // cfg.generators))
 
 
 @asynccontextmanager
@@ -2661,16 +2615,22 @@ class ReplayBuffer:
         self.run = run
         self.max_staleness = max_staleness
         self.batch_size = run.cfg.prompts_per_step
+        # While one batch trains, K are sampled: the generators share them, at most one batch each.
+        # K = 2, batches of 16 and 2 generators: requests of 16 prompts.
+        share = max_staleness * self.batch_size // run.cfg.generators
+        self.request_size = max(1, min(self.batch_size, share))
         self.max_in_flight = num_batches * self.batch_size  # groups
         self.ready: list[Group] = []
         self.changed = asyncio.Condition()
 
-    async def draw(self, num_groups: int) -> list[Prompt]:
-        """Waits for room for so many groups, then draws their prompts."""
+    async def draw(self) -> list[Prompt]:
+        """Waits for room for a request, then draws its prompts."""
         async with self.changed:
-            while len(self.run.progress.in_flight) + num_groups > self.max_in_flight:
-                await self.changed.wait()
-        return self.run.draw(num_groups)
+            await self.changed.wait_for(self.has_room)
+        return self.run.draw(self.request_size)
+
+    def has_room(self) -> bool:
+        return len(self.run.progress.in_flight) + self.request_size <= self.max_in_flight
 
     async def sample_into(self, prompts: list[Prompt]) -> None:
         """Makes one request, and adds its groups. Lost groups also free room."""
@@ -2684,18 +2644,17 @@ class ReplayBuffer:
     async def take(self) -> list[Group]:
         """Waits for a batch that is not too old for the trainer's next step."""
         async with self.changed:
-            self._drop_old()
-            while len(self.ready) < self.batch_size:
-                await self.changed.wait()
-                self._drop_old()
+            await self.changed.wait_for(self.has_batch)
             return [self.ready.pop(0) for _ in range(self.batch_size)]
 
-    def _drop_old(self) -> None:
+    def has_batch(self) -> bool:
+        """Drops groups that are too old, and returns whether a batch is left."""
         for group in list(self.ready):
-            if self.run.version - group.version > self.max_staleness:  # mechanism: async_rl
+            if self.run.version - group[0].version > self.max_staleness:  # mechanism: async_rl
                 self.ready.remove(group)
-                self.run.progress.end("dropped", {group.number})
+                self.run.progress.end("dropped", numbers_of([group]))
                 self.changed.notify_all()  # there is room now
+        return len(self.ready) >= self.batch_size
 
 
 # -- measurement ---
@@ -2722,6 +2681,7 @@ async def demo_async_rl(report: Report) -> None:
     speeds = {"sync": 60 / (middle_s - start_s), "async": 140 / (time.monotonic() - middle_s)}
     report.table([{"loop": name, "steps/s": speed} for name, speed in speeds.items()])
     after = await run.evaluate() or 0.0
+    report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
 
     # 60 steps with two faults, and twice as many batches in flight as the bound allows, so that
     # groups grow too old, and are dropped.
@@ -2730,19 +2690,18 @@ async def demo_async_rl(report: Report) -> None:
         inject_fault(run, run.reward_workers, 230, signal.SIGSTOP),
         train_async(run, max_staleness, 60, 2 * max_staleness + 2),
     )
+    rows = run.progress.rows
+    report.check("largest staleness", max(row["staleness"] for row in rows), "<", max_staleness + 1)
+    report.check("groups dropped", run.progress.ended["dropped"], ">", 0)
     failures = [*run.generators.failures, *run.reward_workers.failures]
-    num_dropped = run.progress.ended["dropped"]
-    bounded = max(row["staleness"] for row in run.progress.rows)
+    report.check("workers lost and replaced", len(failures), "==", 2)
+
     # 30 steps with more batches in flight, and a bound that lets their groups pass.
     await train_async(run, max_staleness + 8, 30)
-    unbounded = max(row["staleness"] for row in run.progress.rows)
+    unbounded = max(row["staleness"] for row in rows)
+    report.check("largest staleness, with the bound raised by 8", unbounded, ">", max_staleness)
     counts = run.progress.counts()
-    report.check("largest staleness", bounded, "<", max_staleness + 1)
-    report.check("the same with the bound raised by 8", unbounded, ">", max_staleness)
-    report.check("groups dropped", num_dropped, ">", 0)
-    report.check("workers lost and replaced", len(failures), "==", 2)
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
-    report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
     await run.close()
 
 
@@ -3278,7 +3237,7 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
             return None
         turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
         # The right answer stays that of the turn before.
-        return replace(turn, answer=prompt.turns[-1].answer, is_reply=True)
+        return replace(turn, answer=prompt.turns[-1].answer)
     except BaseException as error:
         return place_of(error)
 
@@ -3684,8 +3643,8 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
             # Prompts with an unscored sample are left out.
-            if len(group.episodes) == num_samples:
-                right.append([sum(episode.rewards) > 0.999 for episode in group.episodes])
+            if len(group) == num_samples:
+                right.append([sum(episode.rewards) > 0.999 for episode in group])
     if right:
         accuracies["pass@1"] = fmean(fmean(group) for group in right)
         accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
@@ -3740,14 +3699,6 @@ class UserRun(Run):
     async def close(self) -> None:
         self.reporting.cancel()
         await super().close()
-
-    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        """Returns no groups if a request fails, so that an evaluation does not end the run."""
-        try:
-            return await super().sample_and_score(*args, **options)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
-            return []
 
     async def sample(self, prompts: list[Prompt]) -> list[Group]:
         groups = await super().sample(prompts)
@@ -3819,12 +3770,12 @@ class UserRun(Run):
             self.log = open(os.devnull, "w")
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        episodes = [episode for group in groups for episode in group.episodes]
+        episodes = list(chain(*groups))
         first = episodes[0]
         sample = []
         for turn, response, reward in zip(first.prompt.turns, first.responses, first.rewards):
             sample.append(f"{turn.messages[-1]['content']!r} -> {response!r} ({reward:.2f})")
-        rewards = [{str(episode.rewards) for episode in group.episodes} for group in groups]
+        rewards = [{str(episode.rewards) for episode in group} for group in groups]
         return super().describe(groups, stats) | {
             "time": time.time(),
             "truncated": fmean(any(e.truncated) for e in episodes),

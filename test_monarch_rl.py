@@ -544,8 +544,12 @@ def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
 
 
 def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
-    advantage = m.advantages_of(episodes, learned.cfg.advantage)
-    return learned.micro_batches(episodes, advantage)
+    return learned.micro_batches(episodes, learned.advantages(episodes))
+
+
+def advantages_of(episodes: list[Any], kind: Any) -> Any:
+    learned: Any = types.SimpleNamespace(cfg=replace(CFG, advantage=kind))
+    return m.Learner.advantages(learned, episodes)
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
@@ -556,16 +560,16 @@ def test_an_advantage_is_that_of_what_follows() -> None:
     for number, group in enumerate(rewards):
         for turns, reward in zip(turn_of, group, strict=True):
             episodes.append(m.Episode(task.prompt(number), turn_of=turns, rewards=reward))
-    found = m.advantages_of(episodes, "none")
+    found = advantages_of(episodes, "none")
     assert found[0] == [0, 0.75, 0.75, 0, 0.5]
     assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
     # A conversation that an environment has ended earlier: its last turn is compared with nothing.
     ended = m.Episode(task.prompt(1), turn_of=[0, 1], rewards=[1.0])
     for kind in ("group", "leave_one_out"):
-        alone, other = m.advantages_of([episodes[3], ended], kind)
+        alone, other = advantages_of([episodes[3], ended], kind)
         assert (alone[5:], alone[2], other) == ([0, 0], pytest.approx(-other[1]), [0, other[1]])
         assert other[1] > 0.2
-    found = m.advantages_of(episodes, "leave_one_out")  # of two: the difference of both
+    found = advantages_of(episodes, "leave_one_out")  # of two: the difference of both
     assert found[0] == pytest.approx([0, -0.25, -0.25, 0, -0.5])
     assert found[1] == pytest.approx([0, 0, 0.25, 0, 0, 0.5, 0.5])
     assert found[2] == pytest.approx([0, -0.25, -0.25, 0, -0.25])
@@ -638,7 +642,7 @@ def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> 
         for episode in episodes:
             episode.rewards = [scale * reward for reward in episode.rewards]
         loss = torch.zeros(())
-        for episode, advantage in zip(episodes, m.advantages_of(episodes, "none"), strict=True):
+        for episode, advantage in zip(episodes, advantages_of(episodes, "none"), strict=True):
             is_sampled = torch.tensor(episode.turn_of) > 0
             ids = torch.tensor([episode.ids])
             logp, _ = one.policy.token_logprobs(ids, is_sampled[None, 1:])
@@ -693,10 +697,12 @@ def test_micro_batches_are_cut_by_tokens() -> None:
 
 
 def test_a_masked_token_spoils_no_gradient() -> None:
-    logits = torch.zeros(2, 3)
-    logits[:, 2] = torch.finfo(torch.float32).min  # divided by the temperature: -inf
+    logits = torch.zeros(1, 2, 3)
+    logits[:, :, 2] = torch.finfo(torch.float32).min  # divided by the temperature: -inf
     policy = policy_of(temperature=0.7, entropy=0.01)
-    logp, entropy = policy.logprobs_of(logits.requires_grad_(), torch.tensor([0, 1]))
+    policy.forward = lambda *_, **__: logits.requires_grad_()
+    ids = torch.tensor([[0, 0, 1]])
+    logp, entropy = policy.token_logprobs(ids, torch.tensor([[True, True]]))
     (logp - entropy).sum().backward()
     assert logits.grad.isfinite().all()
 
@@ -969,13 +975,14 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
     check_conversations(policy, sampled)
     # The same letters are never asked for again, and the answer follows the question.
-    assert m.num_ignored(sampled) == 0
     assert {len(e.responses) for e in sampled} == {2, 3}
     for episode in sampled:
         first, *later = episode.prompt.turns
         assert [turn.is_reply for turn in later] == [True] * len(later)
         assert episode.prompt.is_held_out == task.prompt(episode.prompt.number).is_held_out
         assert {turn.answer for turn in later} <= {first.answer}
+        for response, turn in zip(episode.responses[:-1], later, strict=True):
+            assert not set(response) & set(turn.messages[0]["content"])
     # The oldest version counts, each request has its own seed, and an error costs its episode.
     assert {episode.version for episode in sampled} == {1}
     assert len(set(seeds)) == 3
@@ -1425,19 +1432,6 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     assert sum(run.progress.rows[-1]["dropped"] for run in runs) > 0  # before its end
 
 
-def test_a_request_has_at_most_64_prompts_and_512_rows() -> None:
-    class Services(FakeServices):
-        async def rollout(self, _: Any, at_least: int, prompts: list[Any], *__: Any) -> Any:
-            self.prompts.append(len({episode.prompt.number for episode in prompts}))
-            return []
-
-    prompts = [m.LetterTask(0).prompt(number) for number in range(128)]
-    for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
-        services = Services(m, 0, False)
-        asyncio.run(run_of(m, CFG, services).sample_and_score(prompts, num_samples, 0))
-        assert (max(services.prompts), sum(services.prompts)) == (most, 128)
-
-
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     def episode_with(policy: Any, prompt: Any, responses: Any) -> Any:
         seen.append(prompt)
@@ -1506,7 +1500,9 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
         assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
-        assert [group.number for group in groups] == [i for i, t in enumerate(texts) if t != "b"]
+        assert [group[0].prompt.number for group in groups] == [
+            i for i, t in enumerate(texts) if t != "b"
+        ]
     assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
 
 
@@ -1530,7 +1526,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
         assert asyncio.run(run.evaluate()) is None
 
 
-def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episodes() -> None:
+def test_requests_have_at_most_64_prompts_and_512_rows_and_groups_two_episodes() -> None:
     class Services(FakeServices):
         async def rollout(self, *args: Any) -> Any:
             asked.append((len(args[2]) // group_size, args[3]))
@@ -1540,14 +1536,17 @@ def test_requests_have_at_most_64_prompts_and_a_seed_each_and_groups_two_episode
             return [["no reward", [1.0]] for _ in groups]
 
     asked: list[Any] = []
+    seeds: list[int] = []
     run = run_of(m, replace(CFG, generators=1), Services(m, 0, False))
-    prompts = [run.task.prompt(number) for number in range(130)]
-    for seed, group_size, wanted in ((0, 2, []), (1, 1, [1] * 130)):
-        groups = asyncio.run(run.sample_and_score(prompts, group_size, seed))
-        assert [len(group.episodes) for group in groups] == wanted  # 1 of 2 is left out
-    assert max(size for size, _ in asked) <= 64
-    assert sum(size for size, _ in asked) == 260
-    assert len({seed for _, seed in asked}) == len(asked)
+    prompts = [run.task.prompt(number) for number in range(128)]
+    for group_size, most, wanted in ((2, 64, []), (1, 64, [1] * 128), (16, 32, []), (1000, 1, [])):
+        groups = asyncio.run(run.sample_and_score(prompts, group_size, group_size))
+        assert [len(group) for group in groups] == wanted  # 1 of 2 is left out
+        sizes = [size for size, _ in asked]
+        assert (max(sizes), sum(sizes)) == (most, 128)
+        seeds += [seed for _, seed in asked]
+        asked.clear()
+    assert len(set(seeds)) == len(seeds)  # each has its own
 
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
@@ -1579,7 +1578,7 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
 
 def groups_with(*rewards: list[float]) -> list[Any]:
     """A group for each list, with an episode for each reward."""
-    return [m.Group([m.Episode(PROMPT, rewards=[r]) for r in each]) for each in rewards]
+    return [[m.Episode(PROMPT, rewards=[r]) for r in each] for each in rewards]
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
@@ -1601,7 +1600,7 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
     run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
     run.sample_and_score = sample_and_score
     groups = groups_with([1.0], [0.99], [0.5])  # the fourth could not be scored
-    groups[2].episodes[0].rewards = [0.5, 0.5]
+    groups[2][0].rewards = [0.5, 0.5]
     assert asyncio.run(m.Run.evaluate(run)) == 0.5
     groups.clear()
     assert asyncio.run(m.Run.evaluate(run)) is None
