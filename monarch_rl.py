@@ -3784,8 +3784,9 @@ class UserRun(Run):
         except (ReplicaLost, ActorError) as error:
             self.note_error(cause_of(error))
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # Before the first step, a few are enough: the reward function may always raise.
-        if self.num_fruitless >= (20 if self.version else 3):
+        # The reward function may always raise: after an evaluation without a reward, one is enough.
+        has_scored = self.version or None not in dict(self.progress.heldout).values()
+        if self.num_fruitless >= (20 if has_scored else 2):
             reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups

@@ -1503,8 +1503,8 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 @pytest.mark.parametrize(
     "loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)]
 )
-@pytest.mark.parametrize(("num_steps", "num"), [(0, 3), (1, 20), (0, 0)])
-def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, num_steps: int, num: int) -> None:
+@pytest.mark.parametrize(("accuracy", "num"), [(None, 2), (0.0, 20), (0.0, 0)])
+def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
 
     class Dead(FakeServices):
@@ -1512,9 +1512,9 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, num_steps: int, n
             raise error
 
     run = run_of(m, CFG, Dead(m, 0, False))
-    run.progress.rows += [{}] * num_steps
     if num:  # an evaluation does not end it, but counts
         assert asyncio.run(run.evaluate()) is None
+    run.progress.heldout.append((0, accuracy))
     wanted = (m.RunError, f"^{num} requests .*generator_0 has died") if num else (KeyError, "unfor")
     with pytest.raises(wanted[0], match=wanted[1]):
         asyncio.run(asyncio.wait_for(loop(run), 60))
