@@ -1056,7 +1056,7 @@ class WeightReader:
     def read(self, slot: int) -> None:
         """Points the tensors at a slot, which is leased."""
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-            tensor.data = view
+            tensor.data = view.to(tensor.device)  # a copy only on a GPU (Part II)
 
 
 # -- 7c. What lies in a slot ---
@@ -3564,7 +3564,6 @@ async def demo_recovery(report: Report) -> None:
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
-#   lock          held by the process in it
 #
 # Cost. A copy of the model; 12 bytes per parameter and checkpoint (about 24 with a critic).
 
@@ -3573,10 +3572,11 @@ async def demo_recovery(report: Report) -> None:
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     """Returns the figures of --json."""
-    num_kept = 2 if cfg.checkpoint else 1  # for a lost trainer
-    checkpoints = Checkpoints(Path(cfg.checkpoint or report.folder / "run"), num_kept)
+    folder = Path(cfg.checkpoint or report.folder / "run").resolve()
+    # Without --checkpoint one file is enough, for a lost trainer.
+    checkpoints = Checkpoints(folder, 2 if cfg.checkpoint else 1)
     work = partial(do_command, checkpoints, cfg)
-    model = checkpoints.folder.resolve() / "model"
+    model = folder / "model"
     if model.is_dir():  # version 0, which has had its supervised steps
         cfg = replace(cfg, model=str(model), sft_steps=0)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
@@ -3584,9 +3584,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    folders = (report.folder, checkpoints.folder.resolve())
-    make_run = partial(UserRun, cfg, report.pool, *folders, hosts)
-    return await with_restarts(checkpoints, make_run, work)
+    return await with_restarts(checkpoints, partial(UserRun, cfg, report, folder, hosts), work)
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
@@ -3619,14 +3617,13 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
 
 async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
-    evaluate = partial(evaluate_pass_at_k, run, 0)
     if run.version:
         print(f"going on after step {run.version}")
     if not progress.heldout:
-        await evaluate()
-    await train_saved(run, checkpoints, evaluate)
+        await evaluate_pass_at_k(run)
+    await train_saved(run, checkpoints, partial(evaluate_pass_at_k, run))
     if progress.heldout[-1][0] != run.version:
-        await evaluate()
+        await evaluate_pass_at_k(run)
     return {
         "steps": run.version,
         **progress.counts(),
@@ -3636,7 +3633,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     }
 
 
-async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | None]:
+async def evaluate_pass_at_k(run: Run, num_samples: int = 0) -> dict[str, float | None]:
     """Prints held-out accuracy: greedy, of one sample, of any of k."""
     accuracies = {"greedy": await run.evaluate()}
     right = []
@@ -3659,33 +3656,31 @@ async def evaluate_pass_at_k(run: Run, num_samples: int) -> dict[str, float | No
 
 
 class UserRun(Run):
-    """folder: temporary; the trainer's ranks meet there. saved: checkpoints and comparisons."""
+    """saved: the folder of checkpoints and comparisons."""
 
     cfg: Flags
 
     def __init__(
         self,
         cfg: Flags,
-        pool: Pool,
-        folder: Path,
+        report: Report,
         saved: Path,
         hosts: HostPool | None,
         progress: SavedProgress,
     ) -> None:
-        super().__init__(cfg, pool, progress)
-        learner = partial(user_learner, meeting_file=folder / f"meeting_{time.monotonic_ns()}")
+        super().__init__(cfg, report.pool, progress)
+        learner = partial(user_learner, meeting_file=f"{report.folder}/{time.monotonic_ns()}")
         args: Any = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        # Generators on other hosts pull through a relay (section 16).
-        reader = partial(relayed_reader, hosts.outlet) if hosts else DeviceReader
-        args = (cfg, generator_policy, reader)
-        self.generators = replace(self.generators, pool=hosts or pool, setup_args=args)
+        reader = partial(relayed_reader, hosts.outlet) if hosts else WeightReader
+        make_policy = partial(load_policy, dtype=getattr(torch, cfg.dtype))
+        args = (cfg, make_policy, reader)
+        self.generators = replace(self.generators, pool=hosts or self.pool, setup_args=args)
         args = (cfg, partial(user_scorer, folder=saved))
         self.reward_workers = replace(self.reward_workers, setup_args=args)
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        # If 1,000 prompts are held out, all have one text.
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
@@ -3700,12 +3695,17 @@ class UserRun(Run):
         self.reporting.cancel()
         await super().close()
 
-    async def sample(self, prompts: list[Prompt]) -> list[Group]:
-        groups = await super().sample(prompts)
+    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
+        """Returns no groups if a request fails, so that an evaluation does not end the run."""
+        groups: list[Group] = []
+        try:
+            groups = await super().sample_and_score(*args, **options)
+        except (ReplicaLost, ActorError) as error:
+            self.note_error(cause_of(error))
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # The reward function may always raise. Before the first reward, one request is enough.
+        # The reward function may always raise: after an evaluation without a reward, one is enough.
         has_scored = self.version or None not in dict(self.progress.heldout).values()
-        if self.num_fruitless == (20 if has_scored else 1):
+        if self.num_fruitless >= (20 if has_scored else 2):
             reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
@@ -3717,37 +3717,36 @@ class UserRun(Run):
             sampled = await self.request_accepted(episodes, seed)
             if not self.task.reply:
                 return sampled
-            conversations = [(episode.prompt, episode.responses) for episode in sampled]
-            replies = await self.reward_workers.request(request_replies, conversations)
+            conversations = [(e.prompt, e.responses) for e in sampled]
+            ask = partial(self.reward_workers.request, request_replies)
+            replies = await scatter_gather(conversations, self.cfg.reward_workers, ask)
             episodes = []
             for episode, reply in zip(sampled, replies, strict=True):
-                if isinstance(reply, str):  # the reason why there is none; the episode is left out
+                if isinstance(reply, str):  # the reason why there is none
                     self.note_error(reply)
                 elif reply and len(episode.responses) < self.cfg.max_turns:
                     episode.add_reply(reply)
                     episodes.append(episode)
                 else:
                     ended.append(episode)
-        return sorted(ended, key=lambda episode: episode.prompt.number)
+        return sorted(ended, key=lambda e: e.prompt.number)
 
     async def request_accepted(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
-        """Makes one request. A prompt that the chat template refuses costs only itself."""
-        request = super().request_rollout
+        """Makes one request, without prompts that the chat template refuses."""
         try:
-            return await request(episodes, seed)
+            return await super().request_rollout(episodes, seed)
         except ActorError:
-            prompts = [episode.prompt for episode in episodes]
-            refused = await self.generators.request(refusals, prompts)
+            refused = await self.generators.request(refusals, [e.prompt for e in episodes])
             if not refused:
                 raise
         for reason in refused.values():
             self.note_error(reason)
         accepted = [e for e in episodes if e.prompt.number not in refused]
-        return await request(accepted, seed) if accepted else []
+        return await super().request_rollout(accepted, seed) if accepted else []
 
     def note_error(self, reason: str) -> None:
         if reason not in self.errors and len(self.errors) < 5:
-            print(f"           not scored: {reason}")
+            print(f"not scored: {reason}")
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
@@ -3789,12 +3788,13 @@ class UserRun(Run):
 
 
 def request_replies(worker: RewardWorker, conversations: Conversations) -> list[Any]:
-    """Returns the next turn of each conversation, or None; or text, why there is none."""
-    return worker.call_task("reply", [conversations])[0]
+    """Returns the next turn of each conversation, or None, or the text of an error."""
+    replies = worker.call_task("reply", [[conversation] for conversation in conversations])
+    return [reply for (reply,) in replies]
 
 
 async def report_waiting(run: Run) -> None:
-    """Prints ready workers if 30 s pass without a step."""
+    """Prints who is busy, if 30 s pass without a step."""
     while True:
         num_steps = run.version
         await sleep(30)
@@ -3844,7 +3844,7 @@ class UserLearner(Learner):
             return super().step(episodes)
         except torch.OutOfMemoryError:
             half = self.cfg.tokens_per_micro_batch // 2
-        # After `except`, since the error keeps the tensors of the failed pass.
+        # Here, after `except`, the tensors of the failed pass are gone.
         print(f"out of memory: going on with --tokens-per-micro-batch {half}")
         self.cfg = replace(self.cfg, tokens_per_micro_batch=half)
         self.optimizer.zero_grad()
@@ -3864,8 +3864,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # Equally many for all ranks: FSDP gathers each layer on all at once. The longest of each
-        # `num_ranks` rows decide; a surplus row joins the last part.
+        # Equally many parts for all ranks: FSDP gathers each layer on all at once. The longest of
+        # each `num_ranks` rows decide.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3873,7 +3873,6 @@ class UserLearner(Learner):
         return parts
 
     def clip_gradients(self) -> float:
-        # A DTensor, if the weights are.
         return float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
 
 
@@ -3888,37 +3887,33 @@ def whole_state(policy: Policy) -> Weights:
     return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
 
 
-def user_learner(cfg: Flags, meeting_file: Path) -> tuple[Learner, WeightWriter]:
+def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     """Runs in each rank of the trainer."""
-    share_cores(cfg)
     rank = current_rank().rank
     dtype = getattr(torch, cfg.dtype)  # of forward passes and slots
-    policy = HubPolicy(cfg, torch.float32)
-    verify(policy, cfg.model)
+    policy = load_policy(cfg, torch.float32)
+    verify(policy)
     if cfg.trainers > 1:
-        form_group(str(meeting_file), rank, cfg.trainers)
+        form_group(meeting_file, rank, cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    prompts = sft_prompts(policy, user_task(cfg))
-    sft(UserLearner(policy, cfg, rank), prompts, cfg.sft_steps)
+    sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        # Version 0, after the supervised steps.
-        reference = HubPolicy(cfg, dtype)  # computes as the policy
+        reference = HubPolicy(cfg, dtype)  # of version 0; computes as the policy
         reference.model.load_state_dict(whole_state(policy))
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
     weights = dict(policy.model.named_parameters())
-    if cfg.trainers > 1:
-        return learner, ShardedWriter(weights, cfg.generators, dtype)
     # One memory copy, if nothing is converted.
-    if all(weight.is_cpu and weight.dtype == dtype for weight in weights.values()):
+    if cfg.trainers == 1 and all(w.is_cpu and w.dtype == dtype for w in weights.values()):
         return learner, WeightWriter(weights, cfg.generators)
-    return learner, DeviceWriter(weights, cfg.generators, dtype)
+    make_writer = ShardedWriter if cfg.trainers > 1 else DeviceWriter
+    return learner, make_writer(weights, cfg.generators, dtype)
 
 
 def refusals(generator: Generator, prompts: list[Prompt]) -> dict[int, str]:
-    """Returns, by number, why the chat template refuses prompts."""
+    """Returns the reasons, by number, why the chat template refuses prompts."""
     reasons = {}
     for prompt in prompts:
         try:
@@ -3929,44 +3924,25 @@ def refusals(generator: Generator, prompts: list[Prompt]) -> dict[int, str]:
     return reasons
 
 
-def generator_policy(cfg: Flags) -> Policy:
-    share_cores(cfg)
-    return HubPolicy(cfg, getattr(torch, cfg.dtype))
-
-
-def share_cores(cfg: Flags) -> None:
-    """Limits threads: more than cores wait for each other."""
+def load_policy(cfg: Flags, dtype: torch.dtype) -> HubPolicy:
+    # More threads than cores would wait for each other.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
+    return HubPolicy(cfg, dtype)
 
 
-def verify(policy: HubPolicy, name: str) -> None:
+def verify(policy: HubPolicy) -> None:
     """Raises UsageError if rollout and trainer's pass disagree."""
     probe = copy.copy(policy)
     probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
     # Two lengths, so that one is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
-    where = f"--model {name}: rollouts"
+    where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
-    old_logprobs, logprobs = called(where, recompute_logprobs, probe, episodes)
-    if not float(k3(old_logprobs, logprobs).max()) < 1e-6:  # NaN raises, too
+    logprobs = called(where, recompute_logprobs, probe, episodes)
+    if not float(k3(*logprobs).max()) < 1e-6:  # NaN raises, too
         raise UsageError(f"{where} and the trainer's pass disagree")
-
-
-def sft_prompts(policy: Policy, task: Task) -> Iterator[Prompt]:
-    """Yields prompts that fit the context."""
-    num_too_long = 0
-    for prompt in training_prompts(task):
-        if any(turn.answer is None for turn in prompt.turns):
-            raise UsageError("--sft-steps: a prompt has no answer")
-        num_too_long += 1
-        with suppress(UsageError):  # refused by the template
-            if len(right_episode(policy, prompt).ids) <= policy.context:
-                num_too_long = 0
-                yield prompt
-        if num_too_long == 1000:
-            raise UsageError("--sft-steps: no prompt fits the context")
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
@@ -3979,7 +3955,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     for unit in [*max(lists, key=len), model]:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
-        # Losses are divided by the global token count: gradients are summed.
+        # A sum, because losses are divided by the global token count.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
@@ -3990,12 +3966,12 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]]
         return by_task
     task: Any = user_task(cfg)
     prefer = getattr(task.task, "prefer", None)  # of the object inside UserTask
-    if cfg.ask_every and not (prefer and len(task.prompt(0).turns) == 1):
-        raise UsageError("--ask-every: a task with prefer, one turn")
+    if cfg.ask_every and (not prefer or task.reply or len(task.prompt(0).turns) > 1):
+        raise UsageError("--ask-every: a task with prefer, and of one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # Held-out scores of the task show exploitation of the model.
+        # The task's own scores show exploitation of the model.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -4017,8 +3993,15 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
     return episode
 
 
-def right_episode(policy: Policy, prompt: Prompt) -> Episode:
-    return episode_with(policy, prompt, [str(turn.answer) for turn in prompt.turns])
+def right_episodes(policy: Policy, prompts: Iterator[Prompt]) -> Iterator[Episode]:
+    """Yields episodes with the right responses, if they fit the context."""
+    for prompt in prompts:
+        if any(turn.answer is None for turn in prompt.turns):
+            raise UsageError("--sft-steps: a prompt has no answer")
+        with suppress(UsageError):  # refused by the template
+            episode = episode_with(policy, prompt, [str(turn.answer) for turn in prompt.turns])
+            if len(episode.ids) <= policy.context:
+                yield episode
 
 
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
@@ -4029,9 +4012,13 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
     student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
+    size = 4 * learner.cfg.prompts_per_step
+    # At least one prompt in ten must fit.
+    right = right_episodes(learner.policy, islice(prompts, 10 * size * num_steps))
     for _ in range(num_steps):
-        batch = islice(prompts, 4 * learner.cfg.prompts_per_step)
-        episodes = [right_episode(learner.policy, prompt) for prompt in batch]
+        episodes = list(islice(right, size))
+        if not episodes:
+            raise UsageError("--sft-steps: too few prompts fit the context")
         ones = [[1.0] * len(episode.ids) for episode in episodes]
         student.update(student.micro_batches(episodes, ones))
 
@@ -4039,8 +4026,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 def warm_start(trainer: Trainer, num_steps: int) -> None:
     """Runs in the trainer: raises held-out accuracy to about 0.07."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    # Version 0 has not been pulled yet.
-    trainer.writer.publish(trainer.version)
+    trainer.writer.publish(trainer.version)  # not pulled yet
     trainer.writer.wait()
 
 
@@ -4060,14 +4046,12 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     if not file.exists():
         if "train" in given and given.keys() & {"model", "task"}:
             return given
-        raise UsageError(
-            f"--checkpoint {folder}: nothing saved there; a new run: --model or --task"
-        )
+        raise UsageError(f"{folder}: nothing saved there; a new run: --model or --task")
     flags = called(str(file), lambda: json.loads(file.read_text("utf-8-sig")).items())
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
     flags = saved | given
-    # Steps have been made with these three.
+    # Steps were made with these.
     for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
         if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
             raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
@@ -4081,17 +4065,19 @@ def save_flags(cfg: Flags, folder: Path) -> None:
     write_durably(folder / "flags.json", json.dumps(flags, indent=1))
 
 
-# -- warm processes ---
-#
-# Imports cost 4 s of CPU time. In a used process, an actor is ready in 16 ms.
+# == PROCESSES AND DEVICES ====
+# Problem. Imports cost a new process 4 s of CPU time. Weights may be on a GPU, or in another dtype
+#   than slots.
+# Rule. A process whose actor has ended gets another one, in 16 ms. A writer casts and copies.
+# Cost. Memory of idle processes. A publish takes longer than one memory copy.
 
 
 def prepare_process() -> None:
     # The user's folder, last: it must hide no module. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # A signal to all processes must not end workers before the save. getpid is a handler without
-    # effect; SIG_IGN would be inherited by the user's programs.
-    libc = ctypes.CDLL(None)  # Python's `signal` is for main threads
+    # A signal to all processes must not end workers before the save. getpid has no effect; SIG_IGN
+    # would be inherited by the user's programs. Python's `signal` is for main threads.
+    libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
 
@@ -4111,7 +4097,7 @@ class WarmPool(Pool):
     async def end(self, replica: Replica) -> None:
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
-            with suppress(Exception):  # of several types: it cannot be reused
+            with suppress(Exception):  # of several types
                 await wait_for(replica.worker.run.call(release), 10)
                 await replica.worker.stop()
                 self.idle.append(replica.processes)
@@ -4127,11 +4113,8 @@ def release(worker: Worker) -> None:
     vars(worker).clear()
 
 
-# -- weights in another dtype, or on a GPU ---
-
-
 class DeviceWriter(WeightWriter):
-    """Copies from a GPU, or from another dtype."""
+    """Copies tensor by tensor, also from a GPU or another dtype."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.tensors = tensors
@@ -4139,18 +4122,8 @@ class DeviceWriter(WeightWriter):
         self.thread = ThreadPoolExecutor(1)
 
     def write(self, slot: Tensor) -> None:
-        with torch.no_grad():
-            for spec in self.handle.layout:
-                spec.view(slot).copy_(self.tensors[spec.name])
-
-
-class DeviceReader(WeightReader):
-    def read(self, slot: int) -> None:
-        for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-            if tensor.is_cuda:
-                tensor.data.copy_(view)
-            else:
-                tensor.data = view
+        for spec in self.handle.layout:
+            spec.view(slot).copy_(self.tensors[spec.name].detach())
 
 
 # == 14. CRITIC ====

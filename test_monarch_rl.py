@@ -833,7 +833,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
-    m.verify(policy_of(model_folder(tmp_path / "sound")), "sound")
+    m.verify(policy_of(model_folder(tmp_path / "sound")))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load(folder)
     state = None
@@ -850,7 +850,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
     with pytest.raises(m.UsageError, match=fault):
-        m.verify(policy_of(folder), "faulty")
+        m.verify(policy_of(folder))
 
 
 def test_both_programs_compute_the_same_in_bfloat16() -> None:
@@ -1388,8 +1388,8 @@ class FakeServices:
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
     """A run without processes."""
-    places = (module.Pool(), Path("."), Path("."), None)
-    run = module.UserRun(cfg, *places, module.SavedProgress())
+    report = types.SimpleNamespace(pool=module.Pool(), folder=Path("."))
+    run = module.UserRun(cfg, report, Path("."), None, module.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
     run.log = open(os.devnull, "w")
@@ -1509,7 +1509,7 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 @pytest.mark.parametrize(
     "loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)]
 )
-@pytest.mark.parametrize(("accuracy", "num"), [(None, 1), (0.0, 20), (0.0, 0)])
+@pytest.mark.parametrize(("accuracy", "num"), [(None, 2), (0.0, 20), (0.0, 0)])
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
 
@@ -1518,12 +1518,12 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
             raise error
 
     run = run_of(m, CFG, Dead(m, 0, False))
+    if num:  # an evaluation does not end it, but counts
+        assert asyncio.run(run.evaluate()) is None
     run.progress.heldout.append((0, accuracy))
     wanted = (m.RunError, f"^{num} requests .*generator_0 has died") if num else (KeyError, "unfor")
     with pytest.raises(wanted[0], match=wanted[1]):
         asyncio.run(asyncio.wait_for(loop(run), 60))
-    if num:  # an evaluation does not end it
-        assert asyncio.run(run.evaluate()) is None
 
 
 def test_requests_have_at_most_64_prompts_and_512_rows_and_groups_two_episodes() -> None:
@@ -2300,8 +2300,8 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
     assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
-    assert figures["staleness_max"] <= CFG.max_staleness
     rows = logged(tmp_path)
+    assert max(row["staleness"] for row in rows) <= CFG.max_staleness
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["staleness"] == 0
     assert all(row["k3"] < 1e-6 for row in rows if row["staleness"] == 0)
@@ -2761,7 +2761,6 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         found = json.loads((tmp_path / "out.json").read_text())["train"]
         assert (found["steps"], found["lost"], found["in_flight"]) == (60, 0, 0)
         assert found["workers_replaced"] == 1
-        assert found["staleness_max"] <= 2
 
         # On each host there is its Monarch host, and nothing else.
         until(lambda: [len(worker.children()) for worker in workers] == [1, 1])
@@ -3070,7 +3069,7 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers
     monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
     cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
     (batch,) = batches_of(learner(), episodes_of(learner()))
-    one, _ = m.user_learner(cfg, tmp_path / "meeting")
+    one, _ = m.user_learner(cfg, str(tmp_path / "meeting"))
     logp, _ = one.policy.token_logprobs(batch.ids, batch.is_sampled)
     assert one.penalty.args[1] == cfg.kl
     assert not one.penalty(batch, logp).any()
