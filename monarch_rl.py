@@ -76,7 +76,6 @@ import threading
 import time
 import traceback
 import unicodedata
-import urllib.request
 import warnings
 import weakref
 import zipfile
@@ -4276,13 +4275,12 @@ CRITIC_ALONE = 8  # the first steps, which train only the critic
 
 def value_network(policy: Policy) -> Any:
     """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
-    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
+    from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
-    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
-    network: Any = AutoModelForTokenClassification.from_config(config)
+    make: Any = AutoModelForTokenClassification.from_config
+    network = called("no value network", make, config)
     # The policy's body, and a new head, the last layer, with a bias of 0.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
@@ -4363,30 +4361,24 @@ def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
     """Samples and trains in this process. The caller sets the rewards of each step."""
-    for _ in range(num_steps):
+    for step in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = new_episodes(drawn, learner.cfg.group_size)
-        episodes = rollout(learner.policy, episodes, drawn[0].number)
+        episodes = rollout(learner.policy, episodes, step)
         yield episodes
         learner.step(episodes)
 
 
-def over_batch(episodes: list[Episode]) -> list[list[float]]:
-    """Returns the advantages of single turns: the batch is one group."""
-    rewards = torch.tensor([episode.rewards[0] for episode in episodes])
-    gains = advantages(rewards, "group").tolist()
-    return [[gain] * len(e.ids) for e, gain in zip(episodes, gains)]
-
-
-def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
+def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
     The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt.
     """
     task = LetterTask(cfg.seed)
-    critic = Critic(policy, cfg) if baseline == "critic" else over_batch
+    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     shares = []
-    prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
+    # With one number they are one group, whose baseline is the mean of the batch.
+    prompts = (Prompt(0, prompt.turns[:1]) for prompt in training_prompts(task))
     for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
@@ -4413,8 +4405,8 @@ async def demo_critic(report: Report) -> None:
     # Both runs begin from this policy.
     service = Service(Worker, 2, report.pool)
     await service.begin()
-    train = partial(service.request, train_with)
-    critic, batch = await gather(train("critic", cfg, policy), train("batch", cfg, policy))
+    train = partial(service.request, train_with, policy)
+    critic, batch = await gather(train(replace(cfg, advantage="critic")), train(cfg))
     report.table([{"right letters, critic": critic, "right letters, batch": batch}])
     report.check("right letters, critic - batch", critic - batch, ">", 0.25)
     await service.close()
@@ -4473,8 +4465,7 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             }
             print(json.dumps(record), file=file)
         file.flush()
-        if path.is_file():  # a device, as in the demo, has no fsync
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
     return pairs
 
 
@@ -4519,7 +4510,6 @@ class RewardModel:
         for start in range(0, len(rows), size):
             chosen, rejected = self.scores(rows[start : start + size]).view(-1, 2).T  # each [pairs]
             (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
-            torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -4550,8 +4540,6 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
 
 # -- measurement ---
 
-NUM_COMPARED = 250  # the first prompts, whose responses people compare
-
 
 @dataclass
 class TasteTask(Task):
@@ -4574,11 +4562,11 @@ class TasteTask(Task):
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
-    model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
+    model = RewardModel(cfg, task.prefer, Path(cfg.preferences + "_fresh"))
     liked = []
     learned = []
-    prompts = islice(training_prompts(task), NUM_COMPARED, None)
-    for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
+    learner = UserLearner(policy, cfg, penalty=price)
+    for episodes in lone_run(learner, training_prompts(task), cfg.steps):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards):
@@ -4611,10 +4599,9 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # Of each prompt's 16 responses, 8 are compared, for all three reward models.
-    compared = list(islice(training_prompts(task), NUM_COMPARED))
-    sampled = rollout(policy, new_episodes(compared, 16), compared[0].number)
-    for group in groups_of(sampled):
+    # Of 250 prompts' 16 responses each, 8 are compared, for all three reward models.
+    prompts = list(islice(training_prompts(task), 250))
+    for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
         compare(group, task.prefer, Path(cfg.preferences))
     service = Service(Worker, 3, report.pool)
     await service.begin()
@@ -4736,8 +4723,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 def this_url() -> str:
     """Returns the URL of this machine without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    # Each side shows a certificate of the CA.
-    if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
+    if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of the CA
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
     return f"tcp://{address}"
@@ -4748,8 +4734,8 @@ def serve_worker(folder: str, url: str) -> None:
     # At SystemExit `finally` runs.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    # A file named after the host; its URL is written there.
-    note = Path(folder) / url.rpartition("/")[-1]
+    # node7.url has the URL.
+    note = Path(folder, url.rpartition("/")[-1] + ".url")
     try:
         while True:
             run_host(note, url)
@@ -4760,7 +4746,7 @@ def serve_worker(folder: str, url: str) -> None:
 def run_host(note: Path, url: str) -> None:
     """Runs a Monarch host until it is lost."""
     # Monarch cannot attach to a lost host's port again.
-    with socket.create_server((note.name, 0)) as server:
+    with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
     program = f"""from monarch.actor import run_worker_loop_forever
@@ -4771,10 +4757,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        # By renaming, no reader gets half a URL.
-        hidden = note.with_name("." + note.name)
-        hidden.write_text(url)
-        hidden.replace(note)
+        write_durably(note, url)
         # To end the host, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
@@ -4785,7 +4768,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 def urls_in(folder: Path) -> list[str]:
     """Returns URLs such as "tcp://node7:41234"."""
     urls = []
-    for note in folder.glob("[!.]*"):
+    for note in folder.glob("*.url"):
         with suppress(FileNotFoundError):  # the host has just ended
             urls.append(note.read_text())
     return urls
@@ -4911,15 +4894,14 @@ async def demo_hosts(report: Report) -> None:
 
 
 # == THE PAGE ====
-# Problem. A log of a thousand lines does not show whether a run learned, or which process waited.
-# Rule. --report writes one HTML file: curves over the steps, some conversations, and the share of
-#   time in which each worker had a request.
+# Problem. A log of a thousand lines does not show whether a run learned, or which side waited.
+# Rule. --report writes one HTML file: curves over the steps, lost workers, and conversations.
 
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>TITLE</title>
+<title>monarch_rl</title>
 <style>
 :root { color-scheme: light dark; font: 1rem/1.5 system-ui; }
 body { max-width: 60rem; margin: 1rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
@@ -4929,15 +4911,13 @@ svg { display: block; width: 100%; height: 6rem; border: solid gray; border-widt
 polyline { fill: none; stroke: #2a7fd4; stroke-width: 2; vector-effect: non-scaling-stroke; }
 small { display: flex; justify-content: space-between; }
 </style>
-<h1>TITLE</h1>
 """
-
 
 CURVES = "reward response_tokens truncated equal_rewards staleness k3 entropy grad_norm".split()
 
 
-def chart(name: str, points: list[tuple[float, float]], unit: str) -> str:
-    """Returns a curve, its last value, the range of its values, and the range of x."""
+def chart(name: str, points: list[tuple[int, float]]) -> str:
+    """Returns a curve over the steps, its last value, and both ranges."""
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
     low = min(ys)
@@ -4952,45 +4932,33 @@ def chart(name: str, points: list[tuple[float, float]], unit: str) -> str:
     return f"""<figure><figcaption>{text}</figcaption><small>{high:.3g}</small>
 <svg role="img" aria-label="{text}" viewBox="0 0 100 100" preserveAspectRatio="none">
 <polyline points="{line}"/></svg>
-<small><span>{low:.3g}</span><span>{unit} {xs[0]:.4g} to {xs[-1]:.4g}</span></small></figure>
+<small><span>{low:.3g}</span><span>steps {xs[0]} to {xs[-1]}</span></small></figure>
 """
-
-
-def busy_shares(spans: list[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
-    """Returns (second, share of time in a span) of 100 intervals."""
-    busy = torch.zeros(2000)  # samples: 1 in a span
-    rate = 2000 / seconds
-    for start_s, end_s in spans:
-        busy[max(0, int(start_s * rate)) : int(end_s * rate) + 1] = 1
-    return [((i + 0.5) * seconds / 100, float(x)) for i, x in enumerate(busy.view(100, 20).mean(1))]
 
 
 def write_page(path: str, run: Run, start_s: float) -> None:
     """Writes the page of a run. start_s: of this command, in seconds since 1970."""
     rows = run.progress.rows
-    held_out = [(version, share) for version, share in run.progress.heldout if share is not None]
-    accuracies = " to ".join(f"{share:.3f}" for _, share in held_out[:: len(held_out) - 1 or 1])
-    title = f"{run.version} steps, held-out accuracy {accuracies or 'unknown'}"
-
-    # "python monarch_rl.py --train ...: 12.3 s; generator_0 has died at 7.1 s"
-    seconds = time.time() - start_s
-    summary = f"{' '.join(sys.argv)}: {seconds:.1f} s"
-    charts = []
+    # "monarch_rl.py --train ...: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
+    summary = f"{' '.join(sys.argv)}: {run.version} steps, {time.time() - start_s:.1f} s"
     for service in run.services:
         for each in service.failures:
             summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
-        for who, spans in sorted(service.spans.items()):
-            seen = [(begin_s - start_s, end_s - start_s) for begin_s, end_s in spans]
-            charts.append(chart(f"{who} busy", busy_shares(seen, seconds), "seconds"))
 
-    # Curves, without NaN and None.
-    curves = {"held-out accuracy": held_out}
+    curves = {"held-out accuracy": run.progress.heldout}
     for name in CURVES:
-        numbers = [(row["step"], row[name]) for row in rows if row[name] is not None]
-        curves[name] = [(step, number) for step, number in numbers if math.isfinite(number)]
-    shown = [chart(name, points, "steps") for name, points in curves.items() if points]
-    page = PAGE.replace("TITLE", title) + f"<p>{html.escape(summary)}\n"
-    page += f"<main>{''.join(shown + charts)}</main>\n"
+        curves[name] = [(row["step"], row[name]) for row in rows]
+    # The rest of the time it waits for a batch.
+    curves["trainer busy, share of time"] = [
+        (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
+        for before, row in pairwise(rows)
+    ]
+    page = PAGE + f"<p>{html.escape(summary)}\n<main>"
+    for name, points in curves.items():
+        # Without NaN and None.
+        known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+        page += chart(name, known) if known else ""
+    page += "</main>\n"
     for place in sorted({0, len(rows) // 2, len(rows) - 1} if rows else ()):
         page += f"<p>step {rows[place]['step']}: {html.escape(rows[place]['sample'])}\n"
     write_durably(Path(path), page)
@@ -5030,14 +4998,10 @@ RENAMED = """
     --per-device-train-batch-size --prompts-per-step
     --gradient-accumulation-steps --tokens-per-micro-batch
     --num-iterations --epochs
-    --num-train-epochs --steps
-    --max-steps --steps
     --beta --kl
     --bf16 --dtype
     --dataset --task
-    --reward-funcs --reward
     --output-dir --checkpoint
-    --resume-from-checkpoint --checkpoint
 """
 
 
@@ -5098,15 +5062,12 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
     """Runs stages. Exceptions are failed checks."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print("\n" + title_of(stage))
-        result: Record = {"name": stage.name, "checks": [], "rows": []}
-        report.stages.append(result)  # filled by the demo
-        start = time.monotonic()
+        report.stages.append({"name": stage.name, "checks": [], "rows": []})  # filled by the demo
         try:
             await stage.demo(report)
         except Exception as error:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
-        result["seconds"] = round(time.monotonic() - start, 2)
         changed = line_with("# mechanism: " + stage.name)
         report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
         if stage.name == cfg.stage:
@@ -5128,11 +5089,8 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # "rewards.py:score" -> "/home/me/rewards.py"
-    inputs = (cfg.model, cfg.task, cfg.reward, cfg.preferences)
-    inputs = {Path(each.rsplit(":", 1)[0]).resolve() for each in inputs if each}
-    outputs = (cfg.log, cfg.json, cfg.report, cfg.export)
-    outputs = [Path(each).resolve() for each in outputs if each]
+    inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
+    outputs = real_paths(cfg.log, cfg.json, cfg.report, cfg.export)
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -5145,11 +5103,12 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--preferences and --ask-every: with --reward model, and that with one of them": (
             is_learned == bool(cfg.preferences or cfg.ask_every)
         ),
-        "--model: with --train, --evaluate or --export": is_of_user or not cfg.model,
+        "--model and --report: with --train, --evaluate or --export": (
+            is_of_user or not (cfg.model or cfg.report)
+        ),
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
-        "--report: with --train, --evaluate or --export": is_of_user or not cfg.report,
         "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
         "--json and --report: files": all(
             os.path.isfile(each) or not os.path.exists(each) for each in (cfg.json, cfg.report)
@@ -5157,6 +5116,11 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
+
+
+def real_paths(*paths: str) -> set[str]:
+    """Returns absolute paths: of "rewards.py:score", that of rewards.py."""
+    return {os.path.realpath(path.rsplit(":", 1)[0]) for path in paths if path}
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
@@ -5222,27 +5186,12 @@ async def run_command(cfg: Flags) -> int:
     return 1 if report.failed() else 0
 
 
-def hub_answers() -> bool:
-    try:
-        urllib.request.urlopen(
-            environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
-        ).close()
-    except Exception as error:  # no name, no route, no TLS
-        return hasattr(error, "code")  # an HTTPError is an answer
-    return True
-
-
-def set_environment(cfg: Flags) -> None:
+def set_environment() -> None:
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
-    # Unix socket paths are limited to 107 bytes.
-    folder = tempfile.gettempdir()
-    environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Else each process waits for the hub.
-    if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
-        environ["HF_HUB_OFFLINE"] = "1"
+    environ["TMPDIR"] = tempfile.gettempdir()  # one that exists
     warnings.simplefilter("ignore")
     reload_config_from_env()  # Monarch read it when imported
 
@@ -5256,7 +5205,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
-        set_environment(cfg)
+        set_environment()
         if cfg.worker:
             serve_worker(cfg.worker, this_url())  # until a signal
         if cfg.hosts:
