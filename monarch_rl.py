@@ -698,10 +698,6 @@ class Service:
     failures: list[Replica] = field(default_factory=list)  # those that were lost
     error: Exception | None = None  # set when replicas can no longer be started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
-    # When each replica had a request, in seconds since 1970 (shown by --report).
-    spans: defaultdict[str, list[tuple[float, float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
 
     async def begin(self) -> None:
         """Starts all replicas, and waits until they are ready."""
@@ -758,7 +754,7 @@ class Service:
             raise ReplicaLost(f"{replica.name} {replica.lost.result()}")
         finally:
             call.cancel()  # has no effect if it is done; the worker is not interrupted
-            self.spans[replica.name].append((replica.in_flight.pop(call), time.time()))
+            del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
         """Runs one replica after another until `close`. Three failed starts in a row end it."""
