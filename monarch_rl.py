@@ -4266,8 +4266,6 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-CRITIC_ALONE = 8  # the first steps, which train only the critic
-
 
 def value_network(policy: Policy) -> Any:
     """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
@@ -4305,7 +4303,6 @@ class Critic:
         # The tiny network takes larger steps than a pretrained one.
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
         self.cfg = cfg
-        self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
         """Returns the advantage of each token, normalized over the batch."""
@@ -4318,12 +4315,8 @@ class Critic:
         # [B, T]
         advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
         self.learn(ids, is_sampled, values + advantage, size)
-        self.num_calls += 1
-        # The N sampled tokens are normalized as one group.
-        if self.num_calls > CRITIC_ALONE:
-            advantage[is_sampled] = advantages(advantage[is_sampled], "group")
-        else:  # V is still noise
-            advantage.zero_()
+        # The N sampled tokens are normalized as one group. V begins at 0, as the mean of the batch.
+        advantage[is_sampled] = advantages(advantage[is_sampled], "group")
         return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
     def values(self, ids: Tensor) -> Tensor:
@@ -4342,10 +4335,10 @@ class Critic:
             self.optimizer.zero_grad()
 
     def state(self) -> tuple[Any, ...]:
-        return self.network.state_dict(), self.optimizer.state_dict(), self.num_calls
+        return self.network.state_dict(), self.optimizer.state_dict()
 
     def load(self, state: tuple[Any, ...]) -> None:
-        network, optimizer, self.num_calls = state
+        network, optimizer = state
         self.network.load_state_dict(network)
         self.optimizer.load_state_dict(optimizer)
 
@@ -4645,7 +4638,6 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
-                # As in a publish.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
@@ -4763,11 +4755,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 def urls_in(folder: Path) -> list[str]:
     """Returns URLs such as "tcp://node7:41234"."""
-    urls = []
-    for note in folder.glob("*.url"):
-        with suppress(FileNotFoundError):  # the host has just ended
-            urls.append(note.read_text())
-    return urls
+    return [note.read_text() for note in folder.glob("*.url")]
 
 
 # -- 16c. Processes on other hosts ---
@@ -4851,7 +4839,6 @@ class HostPool(Pool):
 @stage(instead="version, slot = divmod(self.arena.words[0], self.arena.num_slots)")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
-    # As on two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
     workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
@@ -4905,7 +4892,6 @@ main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr
 figure { margin: 0; }
 svg { display: block; width: 100%; height: 6rem; border: solid gray; border-width: 0 0 1px 1px; }
 polyline { fill: none; stroke: #2a7fd4; stroke-width: 2; vector-effect: non-scaling-stroke; }
-small { display: flex; justify-content: space-between; }
 </style>
 """
 
@@ -4928,7 +4914,7 @@ def chart(name: str, points: list[tuple[int, float]]) -> str:
     return f"""<figure><figcaption>{text}</figcaption><small>{high:.3g}</small>
 <svg role="img" aria-label="{text}" viewBox="0 0 100 100" preserveAspectRatio="none">
 <polyline points="{line}"/></svg>
-<small><span>{low:.3g}</span><span>steps {xs[0]} to {xs[-1]}</span></small></figure>
+<small>{low:.3g}; steps {xs[0]} to {xs[-1]}</small></figure>
 """
 
 
@@ -4941,11 +4927,10 @@ def write_page(path: str, run: Run, start_s: float) -> None:
         for each in service.failures:
             summary += f"; {each.name} {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
 
-    curves = {"held-out accuracy": run.progress.heldout}
-    for name in CURVES:
-        curves[name] = [(row["step"], row[name]) for row in rows]
-    # The rest of the time it waits for a batch.
-    curves["trainer busy, share of time"] = [
+    curves = {name: [(row["step"], row[name]) for row in rows] for name in CURVES}
+    curves["held-out accuracy"] = run.progress.heldout
+    # A share of time; the rest, the trainer waits for a batch.
+    curves["trainer busy"] = [
         (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
         for before, row in pairwise(rows)
     ]
@@ -4972,7 +4957,6 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
-    "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -4993,7 +4977,6 @@ RENAMED = """
     --max-completion-length --max-new-tokens
     --per-device-train-batch-size --prompts-per-step
     --gradient-accumulation-steps --tokens-per-micro-batch
-    --num-iterations --epochs
     --beta --kl
     --bf16 --dtype
     --dataset --task
@@ -5079,9 +5062,8 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         if isinstance(each.default, (int, float)):
             # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
             value = getattr(cfg, each.name)
-            may_be_0 = each.default < 1 or each.name == "max_staleness"
-            if not 0 <= value < math.inf or not (value or may_be_0):
-                least = "at least" if may_be_0 else "above"
+            least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
+            if not 0 <= value < math.inf or (value == 0 and least == "above"):
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
