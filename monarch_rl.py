@@ -4266,6 +4266,8 @@ class DeviceReader(WeightReader):
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
+CRITIC_ALONE = 8  # the first steps, which train only the critic
+
 
 def value_network(policy: Policy) -> Any:
     """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
@@ -4273,8 +4275,7 @@ def value_network(policy: Policy) -> Any:
 
     config = copy.deepcopy(policy.model.config)
     config.num_labels = 1
-    make: Any = AutoModelForTokenClassification.from_config
-    network = called("no value network", make, config)
+    network = called("no value network", AutoModelForTokenClassification.from_config, config)
     # The policy's body, and a new head, the last layer, with a bias of 0.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
@@ -4303,6 +4304,7 @@ class Critic:
         # The tiny network takes larger steps than a pretrained one.
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
         self.cfg = cfg
+        self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
         """Returns the advantage of each token, normalized over the batch."""
@@ -4315,8 +4317,11 @@ class Critic:
         # [B, T]
         advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
         self.learn(ids, is_sampled, values + advantage, size)
-        # The N sampled tokens are normalized as one group. V begins at 0, as the mean of the batch.
+        # The N sampled tokens are normalized as one group.
         advantage[is_sampled] = advantages(advantage[is_sampled], "group")
+        self.num_calls += 1
+        if self.num_calls <= CRITIC_ALONE:  # V is still noise
+            advantage.zero_()
         return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
     def values(self, ids: Tensor) -> Tensor:
@@ -4335,10 +4340,10 @@ class Critic:
             self.optimizer.zero_grad()
 
     def state(self) -> tuple[Any, ...]:
-        return self.network.state_dict(), self.optimizer.state_dict()
+        return self.network.state_dict(), self.optimizer.state_dict(), self.num_calls
 
     def load(self, state: tuple[Any, ...]) -> None:
-        network, optimizer = state
+        network, optimizer, self.num_calls = state
         self.network.load_state_dict(network)
         self.optimizer.load_state_dict(optimizer)
 
@@ -4391,7 +4396,6 @@ async def demo_critic(report: Report) -> None:
     policy = Policy(cfg)
     warm_up = Learner(policy, demo_config(report.cfg))
     sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
-    # Both runs begin from this policy.
     service = Service(Worker, 2, report.pool)
     await service.begin()
     train = partial(service.request, train_with, policy)
@@ -4446,7 +4450,6 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
             chosen, rejected = (one, other) if is_first else (other, one)
             pairs.append([chosen, rejected])
-            # As in --preferences.
             record = {
                 "prompt": one.prompt.turns[0].messages,
                 "chosen": chosen.responses[0],
@@ -4476,7 +4479,6 @@ class RewardModel:
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         self.known: list[Pair] = []
-        # Without --preferences the first path is no file.
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
                 self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
@@ -4599,7 +4601,6 @@ async def demo_reward_model(report: Report) -> None:
         *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
     )
     report.table(rows)
-    # Without a remedy people like the responses less and less.
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4940,8 +4941,8 @@ def write_page(path: str, run: Run, start_s: float) -> None:
         known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
         page += chart(name, known) if known else ""
     page += "</main>\n"
-    for place in sorted({0, len(rows) // 2, len(rows) - 1} if rows else ()):
-        page += f"<p>step {rows[place]['step']}: {html.escape(rows[place]['sample'])}\n"
+    for row in rows[:: -(len(rows) // 3 or 1)]:
+        page += f"<p>step {row['step']}: {html.escape(row['sample'])}\n"
     write_durably(Path(path), page)
 
 
@@ -4976,7 +4977,6 @@ RENAMED = """
     --num-generations --group-size
     --max-completion-length --max-new-tokens
     --per-device-train-batch-size --prompts-per-step
-    --gradient-accumulation-steps --tokens-per-micro-batch
     --beta --kl
     --bf16 --dtype
     --dataset --task

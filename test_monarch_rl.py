@@ -2659,13 +2659,15 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
 
     trained, fresh = make_trainer(), make_trainer()
     critics = [each.learner.critic for each in (trained, fresh)]
-    trained.learner.step(episodes_of(trained.learner))
+    for _ in range(m.CRITIC_ALONE - 1):
+        trained.learner.step(episodes_of(trained.learner))
     m.write_checkpoint(trained, str(tmp_path / "step_1.pt"), {})
     m.restore(fresh, str(tmp_path / "step_1.pt"))
-    for number in range(3):  # by its weights and moments
+    for number in range(3):  # by its weights and moments, and how often it has been called
         episodes = single(trained.learner.policy, 8, number)
         one, other = [critic(episodes) for critic in critics]
         assert one == other
+        assert any(map(any, one)) is (number > 0)
 
 
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
@@ -2827,17 +2829,18 @@ def test_gae_by_hand() -> None:
     assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
 
 
-def test_advantages_of_a_critic_are_normalized_over_the_sampled_tokens() -> None:
+def test_a_learner_steps_once_its_critic_is_of_use() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
-    for number in range(3):
-        episodes = single(policy, 16, number)
-        gains = critic(episodes)
-        for row, episode in zip(gains, episodes, strict=True):
-            assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
-        values = torch.tensor([value for row in gains for value in row if value])
-        assert float(values.mean()) == pytest.approx(0, abs=1e-5)
-        assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-2)
+    learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
+    before = copy.deepcopy(policy.model.state_dict())
+    for number in range(m.CRITIC_ALONE + 1):
+        learner.step(single(policy, 16, number))
+        is_same = all(torch.equal(before[name], p) for name, p in policy.model.state_dict().items())
+        assert is_same == (number < m.CRITIC_ALONE)
+    episodes = single(policy, 16, 99)
+    for row, episode in zip(critic(episodes), episodes, strict=True):
+        assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
 
 
 def explained(critic: Any, episodes: list[m.Episode]) -> float:
@@ -2996,7 +2999,7 @@ def test_the_page_has_what_a_run_has_shown(tmp_path: Path) -> None:
     (reward,) = [part for part in page.split("<figure>") if "reward: 0.5 at the end" in part]
     assert "<small>0.5</small>" in reward and "<small>0; steps 1 to 6</small>" in reward
     assert 'points=" 0.00,100.00 20.00,80.00 40.00,60.00' in reward
-    assert [f"step {i}: &lt;{i - 1}&gt;" in page for i in range(1, 7)] == [1, 0, 0, 1, 0, 1]
+    assert [f"step {i}: &lt;{i - 1}&gt;" in page for i in range(1, 7)] == [0, 1, 0, 1, 0, 1]
 
 
 def test_a_page_of_a_run_without_steps_is_written(tmp_path: Path) -> None:
