@@ -4911,9 +4911,9 @@ def chart(name: str, points: list[tuple[int, float]]) -> str:
     line = ""
     for x, y in points:
         line += f" {100 * (x - xs[0]) / width:.2f},{100 * (high - y) / height:.2f}"
-    text = f"{name}: {ys[-1]:.3g} at the end"
-    return f"""<figure><figcaption>{text}</figcaption><small>{high:.3g}</small>
-<svg role="img" aria-label="{text}" viewBox="0 0 100 100" preserveAspectRatio="none">
+    caption = f"<figcaption>{name}: {ys[-1]:.3g} at the end</figcaption>"
+    return f"""<figure>{caption}<small>{high:.3g}</small>
+<svg viewBox="0 0 100 100" preserveAspectRatio="none">
 <polyline points="{line}"/></svg>
 <small>{low:.3g}; steps {xs[0]} to {xs[-1]}</small></figure>
 """
@@ -5065,7 +5065,6 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
-    is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
     inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
     outputs = real_paths(cfg.log, cfg.json, cfg.report, cfg.export)
@@ -5082,7 +5081,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             is_learned == bool(cfg.preferences or cfg.ask_every)
         ),
         "--model and --report: with --train, --evaluate or --export": (
-            is_of_user or not (cfg.model or cfg.report)
+            cfg.train or cfg.evaluate or cfg.export or not (cfg.model or cfg.report)
         ),
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
