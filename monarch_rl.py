@@ -76,7 +76,6 @@ import threading
 import time
 import traceback
 import unicodedata
-import urllib.request
 import warnings
 import weakref
 import zipfile
@@ -694,10 +693,6 @@ class Service:
     failures: list[Replica] = field(default_factory=list)  # those that were lost
     error: Exception | None = None  # set when replicas can no longer be started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
-    # When each replica had a request, in seconds since 1970 (shown by --report).
-    spans: defaultdict[str, list[tuple[float, float]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
 
     async def begin(self) -> None:
         """Starts all replicas, and waits until they are ready."""
@@ -754,7 +749,7 @@ class Service:
             raise ReplicaLost(replica.lost.result())
         finally:
             call.cancel()  # has no effect if it is done; the worker is not interrupted
-            self.spans[replica.name].append((replica.in_flight.pop(call), time.time()))
+            del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
         """Runs one replica after another until `close` or an error that another would meet, too."""
@@ -4152,13 +4147,11 @@ CRITIC_ALONE = 8  # the first steps, which train only the critic
 
 def value_network(policy: Policy) -> Any:
     """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
-    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, AutoModelForTokenClassification
+    from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
-    if type(config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
-        raise UsageError(f"no value network for {config.model_type}")
     config.num_labels = 1
-    network: Any = AutoModelForTokenClassification.from_config(config)
+    network = called("no value network", AutoModelForTokenClassification.from_config, config)
     # The policy's body, and a new head, the last layer, with a bias of 0.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
@@ -4200,11 +4193,10 @@ class Critic:
         # [B, T]
         advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
         self.learn(ids, is_sampled, values + advantage, size)
-        self.num_calls += 1
         # The N sampled tokens are normalized as one group.
-        if self.num_calls > CRITIC_ALONE:
-            advantage[is_sampled] = advantages(advantage[is_sampled], "group")
-        else:  # V is still noise
+        advantage[is_sampled] = advantages(advantage[is_sampled], "group")
+        self.num_calls += 1
+        if self.num_calls <= CRITIC_ALONE:  # V is still noise
             advantage.zero_()
         return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
@@ -4239,30 +4231,24 @@ def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
     """Samples and trains in this process. The caller sets the rewards of each step."""
-    for _ in range(num_steps):
+    for step in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = new_episodes(drawn, learner.cfg.group_size)
-        episodes = rollout(learner.policy, episodes, drawn[0].number)
+        episodes = rollout(learner.policy, episodes, step)
         yield episodes
         learner.step(episodes)
 
 
-def over_batch(episodes: list[Episode]) -> list[list[float]]:
-    """Returns the advantages of single turns: the batch is one group."""
-    rewards = torch.tensor([episode.rewards[0] for episode in episodes])
-    gains = advantages(rewards, "group").tolist()
-    return [[gain] * len(e.ids) for e, gain in zip(episodes, gains)]
-
-
-def train_with(worker: Worker, baseline: str, cfg: Flags, policy: Policy) -> float:
+def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
     The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt.
     """
     task = LetterTask(cfg.seed)
-    critic = Critic(policy, cfg) if baseline == "critic" else over_batch
+    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     shares = []
-    prompts = (replace(p, turns=p.turns[:1]) for p in training_prompts(task))
+    # With one number they are one group, whose baseline is the mean of the batch.
+    prompts = (Prompt(0, prompt.turns[:1]) for prompt in training_prompts(task))
     for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
@@ -4286,11 +4272,10 @@ async def demo_critic(report: Report) -> None:
     policy = Policy(cfg)
     warm_up = Learner(policy, demo_config(report.cfg))
     sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
-    # Both runs begin from this policy.
     service = Service(Worker, 2, report.pool)
     await service.begin()
-    train = partial(service.request, train_with)
-    critic, batch = await gather(train("critic", cfg, policy), train("batch", cfg, policy))
+    train = partial(service.request, train_with, policy)
+    critic, batch = await gather(train(replace(cfg, advantage="critic")), train(cfg))
     report.table([{"right letters, critic": critic, "right letters, batch": batch}])
     report.check("right letters, critic - batch", critic - batch, ">", 0.25)
     await service.close()
@@ -4341,7 +4326,6 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
             chosen, rejected = (one, other) if is_first else (other, one)
             pairs.append([chosen, rejected])
-            # As in --preferences.
             record = {
                 "prompt": one.prompt.turns[0].messages,
                 "chosen": chosen.responses[0],
@@ -4349,8 +4333,7 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
             }
             print(json.dumps(record), file=file)
         file.flush()
-        if path.is_file():  # a device, as in the demo, has no fsync
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
     return pairs
 
 
@@ -4372,7 +4355,6 @@ class RewardModel:
         self.rng = random.Random(cfg.seed)
         self.num_groups = 0
         self.known: list[Pair] = []
-        # Without --preferences the first path is no file.
         for path in (Path(cfg.preferences), fresh_path):
             for prompt, texts in read_preferences(path):
                 self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
@@ -4395,7 +4377,6 @@ class RewardModel:
         for start in range(0, len(rows), size):
             chosen, rejected = self.scores(rows[start : start + size]).view(-1, 2).T  # each [pairs]
             (-torch.nn.functional.logsigmoid(chosen - rejected).mean()).backward()
-            torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -4426,8 +4407,6 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
 
 # -- measurement ---
 
-NUM_COMPARED = 250  # the first prompts, whose responses people compare
-
 
 @dataclass
 class TasteTask(Task):
@@ -4450,11 +4429,11 @@ class TasteTask(Task):
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
-    model = RewardModel(cfg, task.prefer, Path(os.devnull))  # new comparisons are not kept
+    model = RewardModel(cfg, task.prefer, Path(cfg.preferences + "_fresh"))
     liked = []
     learned = []
-    prompts = islice(training_prompts(task), NUM_COMPARED, None)
-    for episodes in lone_run(UserLearner(policy, cfg, penalty=price), prompts, cfg.steps):
+    learner = UserLearner(policy, cfg, penalty=price)
+    for episodes in lone_run(learner, training_prompts(task), cfg.steps):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
             for episode, reward in zip(group, rewards):
@@ -4487,10 +4466,9 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # Of each prompt's 16 responses, 8 are compared, for all three reward models.
-    compared = list(islice(training_prompts(task), NUM_COMPARED))
-    sampled = rollout(policy, new_episodes(compared, 16), compared[0].number)
-    for group in groups_of(sampled):
+    # Of 250 prompts' 16 responses each, 8 are compared, for all three reward models.
+    prompts = list(islice(training_prompts(task), 250))
+    for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
         compare(group, task.prefer, Path(cfg.preferences))
     service = Service(Worker, 3, report.pool)
     await service.begin()
@@ -4499,7 +4477,6 @@ async def demo_reward_model(report: Report) -> None:
         *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
     )
     report.table(rows)
-    # Without a remedy people like the responses less and less.
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4538,7 +4515,6 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
-                # As in a publish.
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
                 arena.commit(version, slot)
@@ -4612,8 +4588,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 def this_url() -> str:
     """Returns the URL of this machine without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    # Each side shows a certificate of the CA.
-    if all(environ.get(f"HYPERACTOR_TLS_{name}") for name in ("CERT", "KEY", "CA")):
+    if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of the CA
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
     return f"tcp://{address}"
@@ -4624,8 +4599,8 @@ def serve_worker(folder: str, url: str) -> None:
     # At SystemExit `finally` runs.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    # A file named after the host; its URL is written there.
-    note = Path(folder) / url.rpartition("/")[-1]
+    # node7.url has the URL.
+    note = Path(folder, url.rpartition("/")[-1] + ".url")
     try:
         while True:
             run_host(note, url)
@@ -4636,7 +4611,7 @@ def serve_worker(folder: str, url: str) -> None:
 def run_host(note: Path, url: str) -> None:
     """Runs a Monarch host until it is lost."""
     # Monarch cannot attach to a lost host's port again.
-    with socket.create_server((note.name, 0)) as server:
+    with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
     program = f"""from monarch.actor import run_worker_loop_forever
@@ -4647,10 +4622,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
-        # By renaming, no reader gets half a URL.
-        hidden = note.with_name("." + note.name)
-        hidden.write_text(url)
-        hidden.replace(note)
+        write_durably(note, url)
         # To end the host, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
@@ -4660,11 +4632,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 def urls_in(folder: Path) -> list[str]:
     """Returns URLs such as "tcp://node7:41234"."""
-    urls = []
-    for note in folder.glob("[!.]*"):
-        with suppress(FileNotFoundError):  # the host has just ended
-            urls.append(note.read_text())
-    return urls
+    return [note.read_text() for note in folder.glob("*.url")]
 
 
 # -- 16c. Processes on other hosts ---
@@ -4748,7 +4716,6 @@ class HostPool(Pool):
 @stage(instead="version, slot = divmod(self.arena.words[0], self.arena.num_slots)")
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
-    # As on two machines.
     folder = Path(tempfile.mkdtemp(dir=report.folder))
     serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
     workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
@@ -4787,9 +4754,8 @@ async def demo_hosts(report: Report) -> None:
 
 
 # == THE PAGE ====
-# Problem. A log of a thousand lines does not show whether a run learned, or which process waited.
-# Rule. --report writes one HTML file: curves over the steps, some conversations, and the share of
-#   time in which each worker had a request.
+# Problem. A log of a thousand lines does not show whether a run learned, or which side waited.
+# Rule. --report writes one HTML file: curves over the steps, lost workers, and conversations.
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -4803,17 +4769,14 @@ main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr
 figure { margin: 0; }
 svg { display: block; width: 100%; height: 6rem; border: solid gray; border-width: 0 0 1px 1px; }
 polyline { fill: none; stroke: #2a7fd4; stroke-width: 2; vector-effect: non-scaling-stroke; }
-small { display: flex; justify-content: space-between; }
 </style>
-<h1>TITLE</h1>
 """
-
 
 CURVES = "reward response_tokens truncated equal_rewards staleness k3 entropy grad_norm".split()
 
 
-def chart(name: str, points: list[tuple[float, float]], unit: str) -> str:
-    """Returns a curve, its last value, the range of its values, and the range of x."""
+def chart(name: str, points: list[tuple[int, float]]) -> str:
+    """Returns a curve over the steps, its last value, and both ranges."""
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
     low = min(ys)
@@ -4824,51 +4787,41 @@ def chart(name: str, points: list[tuple[float, float]], unit: str) -> str:
     line = ""
     for x, y in points:
         line += f" {100 * (x - xs[0]) / width:.2f},{100 * (high - y) / height:.2f}"
-    text = f"{name}: {ys[-1]:.3g} at the end"
-    return f"""<figure><figcaption>{text}</figcaption><small>{high:.3g}</small>
-<svg role="img" aria-label="{text}" viewBox="0 0 100 100" preserveAspectRatio="none">
+    caption = f"<figcaption>{name}: {ys[-1]:.3g} at the end</figcaption>"
+    return f"""<figure>{caption}<small>{high:.3g}</small>
+<svg viewBox="0 0 100 100" preserveAspectRatio="none">
 <polyline points="{line}"/></svg>
-<small><span>{low:.3g}</span><span>{unit} {xs[0]:.4g} to {xs[-1]:.4g}</span></small></figure>
+<small>{low:.3g}; steps {xs[0]} to {xs[-1]}</small></figure>
 """
-
-
-def busy_shares(spans: list[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
-    """Returns (second, share of time in a span) of 100 intervals."""
-    busy = torch.zeros(2000)  # samples: 1 in a span
-    rate = 2000 / seconds
-    for start_s, end_s in spans:
-        busy[max(0, int(start_s * rate)) : int(end_s * rate) + 1] = 1
-    return [((i + 0.5) * seconds / 100, float(x)) for i, x in enumerate(busy.view(100, 20).mean(1))]
 
 
 def write_page(path: str, run: Run, start_s: float) -> None:
     """Writes the page of a run. start_s: of this command, in seconds since 1970."""
     rows = run.progress.rows
-    held_out = [(version, share) for version, share in run.progress.heldout if share is not None]
-    accuracies = " to ".join(f"{share:.3f}" for _, share in held_out[:: len(held_out) - 1 or 1])
-    title = f"{run.version} steps, held-out accuracy {accuracies or 'unknown'}"
-
-    # "python monarch_rl.py --train ...: 12.3 s; generator_0 has died at 7.1 s"
-    seconds = time.time() - start_s
-    summary = f"{' '.join(sys.argv)}: {seconds:.1f} s"
-    charts = []
+    known = [share for _, share in run.progress.heldout if share is not None] or [math.nan]
+    title = f"{run.version} steps, held-out accuracy {known[0]:.3f} to {known[-1]:.3f}"
+    # "monarch_rl.py --train ...: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
+    summary = f"{' '.join(sys.argv)}: {run.version} steps, {time.time() - start_s:.1f} s"
     for service in run.services:
         for each in service.failures:
             summary += f"; {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
-        for who, spans in sorted(service.spans.items()):
-            seen = [(begin_s - start_s, end_s - start_s) for begin_s, end_s in spans]
-            charts.append(chart(f"{who} busy", busy_shares(seen, seconds), "seconds"))
 
-    # Curves, without NaN and None.
-    curves = {"held-out accuracy": held_out}
-    for name in CURVES:
-        numbers = [(row["step"], row[name]) for row in rows if row[name] is not None]
-        curves[name] = [(step, number) for step, number in numbers if math.isfinite(number)]
-    shown = [chart(name, points, "steps") for name, points in curves.items() if points]
-    page = PAGE.replace("TITLE", title) + f"<p>{html.escape(summary)}\n"
-    page += f"<main>{''.join(shown + charts)}</main>\n"
-    for place in sorted({0, len(rows) // 2, len(rows) - 1} if rows else ()):
-        page += f"<p>step {rows[place]['step']}: {html.escape(rows[place]['sample'])}\n"
+    curves = {name: [(row["step"], row[name]) for row in rows] for name in CURVES}
+    curves["held-out accuracy"] = run.progress.heldout
+    # A share of time; the rest, the trainer waits for a batch.
+    curves["trainer busy"] = [
+        (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
+        for before, row in pairwise(rows)
+    ]
+    page = PAGE.replace("TITLE", title) + f"<h1>{title}</h1>\n"
+    page += f"<p>{html.escape(summary)}\n<main>"
+    for name, points in curves.items():
+        # Without NaN and None.
+        known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+        page += chart(name, known) if known else ""
+    page += "</main>\n"
+    for row in rows[:: -(len(rows) // 3 or 1)]:
+        page += f"<p>step {row['step']}: {html.escape(row['sample'])}\n"
     write_durably(Path(path), page)
 
 
@@ -4905,9 +4858,8 @@ RENAMED = """
     --max-completion-length --max-new-tokens
     --per-device-train-batch-size --prompts-per-step
     --gradient-accumulation-steps --tokens-per-micro-batch
-    --num-iterations --epochs
-    --num-train-epochs --steps
     --max-steps --steps
+    --num-train-epochs --steps
     --beta --kl
     --bf16 --dtype
     --dataset --task
@@ -4998,17 +4950,12 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         if isinstance(each.default, (int, float)):
             # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
             value = getattr(cfg, each.name)
-            may_be_0 = each.default < 1 or each.name == "max_staleness"
-            if not 0 <= value < math.inf or not (value or may_be_0):
-                least = "at least" if may_be_0 else "above"
+            least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
+            if not 0 <= value < math.inf or (value == 0 and least == "above"):
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
-    is_of_user = cfg.train or cfg.evaluate or cfg.export
     is_learned = cfg.reward == "model"
-    # "rewards.py:score" -> "/home/me/rewards.py"
-    inputs = (cfg.model, cfg.task, cfg.reward, cfg.preferences)
-    inputs = {Path(each.rsplit(":", 1)[0]).resolve() for each in inputs if each}
-    outputs = (cfg.log, cfg.json, cfg.report, cfg.export)
-    outputs = [Path(each).resolve() for each in outputs if each]
+    inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
+    outputs = real_paths(cfg.log, cfg.json, cfg.report, cfg.export)
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -5021,11 +4968,12 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--preferences and --ask-every: with --reward model, and that with one of them": (
             is_learned == bool(cfg.preferences or cfg.ask_every)
         ),
-        "--model: with --train, --evaluate or --export": is_of_user or not cfg.model,
+        "--model and --report: with --train, --evaluate or --export": (
+            cfg.train or cfg.evaluate or cfg.export or not (cfg.model or cfg.report)
+        ),
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
-        "--report: with --train, --evaluate or --export": is_of_user or not cfg.report,
         "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
         "--json and --report: files": all(
             os.path.isfile(each) or not os.path.exists(each) for each in (cfg.json, cfg.report)
@@ -5033,6 +4981,11 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
+
+
+def real_paths(*paths: str) -> set[str]:
+    """Returns absolute paths: of "rewards.py:score", that of rewards.py."""
+    return {os.path.realpath(path.rsplit(":", 1)[0]) for path in paths if path}
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
@@ -5098,27 +5051,12 @@ async def run_command(cfg: Flags) -> int:
     return 1 if report.failed() else 0
 
 
-def hub_answers() -> bool:
-    try:
-        urllib.request.urlopen(
-            environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5
-        ).close()
-    except Exception as error:  # no name, no route, no TLS
-        return hasattr(error, "code")  # an HTTPError is an answer
-    return True
-
-
-def set_environment(cfg: Flags) -> None:
+def set_environment() -> None:
     environ.update(ENVIRONMENT | environ)
     # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
-    # Unix socket paths are limited to 107 bytes.
-    folder = tempfile.gettempdir()
-    environ["TMPDIR"] = folder if len(folder) <= 70 else "/tmp"
-    # Else each process waits for the hub.
-    if cfg.model and not Path(cfg.model).is_dir() and not hub_answers():
-        environ["HF_HUB_OFFLINE"] = "1"
+    environ["TMPDIR"] = tempfile.gettempdir()  # one that exists
     warnings.simplefilter("ignore")
     reload_config_from_env()  # Monarch read it when imported
 
@@ -5132,7 +5070,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
-        set_environment(cfg)
+        set_environment()
         if cfg.worker:
             serve_worker(cfg.worker, this_url())  # until a signal
         if cfg.hosts:
