@@ -2924,11 +2924,11 @@ class HubPolicy(Policy):
         text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
         # Tokens that could forge a turn: <|im_start|>, <|im_end|>; not <think> or <tool_call>.
         emitted = self.tokenize(text)
-        self.control_tokens: dict[str, int] = {}
-        for i, token in self.tokenizer.added_tokens_decoder.items():
-            is_harmless = re.fullmatch(r"\s+|</?think>", token.content)
-            if (token.special or i in emitted) and not is_harmless:
-                self.control_tokens[token.content] = i
+        self.control_tokens = {
+            token.content: i
+            for i, token in self.tokenizer.added_tokens_decoder.items()
+            if (token.special or i in emitted) and not re.fullmatch(r"\s+|</?think>", token.content)
+        }
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         _, response, closing = text.rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
@@ -3047,12 +3047,11 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         return replace(record, number=number)
     try:
         record = json.loads(record) if isinstance(record, str) else record
-        if "prompt" not in record:
-            raise ValueError(f"no prompt among {[*record]}")
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        if not all(isinstance(each["content"], str) for each in messages):
+            raise ValueError("content must be text")
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
@@ -3064,14 +3063,6 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
     except Exception as error:  # of many types
         raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), answer),))
-
-
-def text_of(content: Any) -> str:
-    """Returns the text of a message, which may be a list of parts."""
-    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("content must be text")
-    return "".join(texts)
 
 
 # \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
@@ -3131,10 +3122,8 @@ def load_python(spec: str) -> Any:
     """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
-    if not path.endswith(".py"):
-        raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file")
+    if not (path.endswith(".py") and file.is_file()):
+        raise UsageError(f'{spec}: no FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
     # After Python's library, before installed packages.
     packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
     sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
@@ -3144,10 +3133,7 @@ def load_python(spec: str) -> Any:
     # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    loaded = called(spec, getattr, module, name)
-    if not callable(loaded):
-        raise UsageError(f"{spec}: not callable: {loaded!r}")
-    return loaded
+    return called(spec, getattr, module, name)
 
 
 @dataclass
@@ -3184,8 +3170,6 @@ def make_task(name: str, reward: str, seed: int) -> Task:
     scorer = None
     if reward not in ("", "model"):
         scorer = load_python(reward)
-        where = f"--reward {reward}: not (prompt, response, answer)"
-        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
     if name in ("repeat", "count", "pattern"):
         return UserTask(WordTask(name, seed), scorer)
     if name.endswith(".jsonl"):
@@ -3232,10 +3216,8 @@ class UserProcess:
             # coroutines are told within 2 s.
             args = (call_task, self.cfg, method, groups)
             return self.executor.submit(*args).result(limit_s + 2)
-        except TimeoutError:
-            reason = f"no {method} within {limit_s:g} s"
-        except Exception as error:  # the process died
-            reason = f"the reward function: {place_of(error)}"
+        except Exception as error:  # too late, or the process died
+            reason = f"no {method} within {limit_s:g} s: {place_of(error)}"
         self.kill()  # the next group gets a new process
         return [[reason] * len(groups[0])]
 
@@ -3453,11 +3435,10 @@ async def finished(work: Awaitable[Any]) -> Any:
     """Returns the result of the work. If the caller is cancelled, first lets the work finish."""
     task = ensure_future(work)
     try:
-        await wait([task])  # unlike await, `wait` does not cancel `task`
+        return await asyncio.shield(task)
     finally:
         # A signal must not end half a save.
-        await gather(task, return_exceptions=True)
-    return task.result()
+        await wait([task])
 
 
 # -- 13b. The files ---
@@ -3559,9 +3540,9 @@ def export(trainer: Trainer, folder: str) -> None:
         return
     try:
         # An older export may have been in shards, or in another format.
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            Path(folder, f"{name}.index.json").unlink(missing_ok=True)
-        Path(folder, "pytorch_model.bin").unlink(missing_ok=True)
+        weights = "pytorch_model.bin"
+        for stale in ("model.safetensors.index.json", f"{weights}.index.json", weights):
+            Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
     except Exception as error:  # of several types, as when the disk is full

@@ -1668,7 +1668,7 @@ WRONG_LINES |= {
     '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
     '{"prompt": "\\ud800"}': "",
     '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
-    '{"question": "a", "answer": 1}': r"no prompt among \['question', 'answer'\]",
+    '{"question": "a", "answer": 1}': r"KeyError\('prompt'\)",
     '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
     '{"prompt": "a", "answer": "(*)."}': "no answer",
 }
@@ -1677,9 +1677,8 @@ WRONG_LINES |= {
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
-    parts = '[{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}]'
-    file.write_text(f'{{"prompt": {parts}, "answer": "b"}}\n\n')
-    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("ab", "b"),))
+    file.write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n\n')
+    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("a", "b"),))
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(m.UsageError, match="line 3: .*" + WRONG_LINES[line]):
         m.FileTask(str(file), 0)
@@ -1712,23 +1711,16 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
-    text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
-    code.write_text(text + "trl = lambda prompts, completions, **columns: []")
+    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
     assert m.load_python(f"{code}:f")() == 7
     wrong = tmp_path / "user_wrong.py"
     wrong.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
         m.load_python(f"{wrong}:f")
-    specs = {
-        f"{code}:g": "no attribute",
-        f"{code}:none": "not callable: None",
-        "x:f": "FILE.py:NAME",
-    }
-    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no such file"}).items():
+    specs = {f"{code}:g": "no attribute", "x:f": "FILE.py:NAME"}
+    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no FILE.py:NAME"}).items():
         with pytest.raises(m.UsageError, match=told):
             m.load_python(spec)
-    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
-        m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
@@ -1979,7 +1971,9 @@ def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> N
 
     monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
     groups = [[(m.Prompt(0, ()), ["a"])]] * 2
-    assert m.UserProcess(CFG)(groups) == [["no reward within 60 s"]] * 2
+    one, other = m.UserProcess(CFG)("score", groups)
+    assert one == other
+    assert "no score within 60 s" in one[0]
 
 
 PARENT = """
