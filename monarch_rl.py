@@ -2809,7 +2809,7 @@ class Flags(Config):
     evaluate: int = 0  # samples per prompt (k of pass@k)
     export: str = ""  # write the model to this folder
     model: str = ""  # folder or hub id; default: a tiny one
-    task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
+    task: str = "repeat"  # repeat, FILE.jsonl or FILE.py:CLASS
     reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
@@ -2986,7 +2986,7 @@ class HubPolicy(Policy):
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
 
-# -- tasks in words ---
+# -- a task in words ---
 
 WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
     forest garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror
@@ -2996,38 +2996,21 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
 
 @dataclass
 class WordTask(Task):
-    kind: str  # repeat, count or pattern
     seed: int
-
-    def __post_init__(self) -> None:
-        self.max_new_tokens = 24 if self.kind == "count" else 6
+    max_new_tokens = 6
 
     def prompt(self, number: int) -> Prompt:
-        rng = random.Random(f"{self.seed} {number}")
-        word, other, answer, other_answer = rng.sample(WORDS, 4)
-        if self.kind == "repeat":
-            # The policy has to remember the rule in the second turn.
-            text = f"I will say a word, and you repeat it. Say nothing else. {word}"
-            return Prompt(number, (user_turn(text, word), user_turn(other, other)))
-        if self.kind == "count":
-            first = rng.randint(1, 90)
-            numbers = [str(first + i) for i in range(rng.randint(3, 5))]
-            text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
-            return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # "... When I say lemon, you say piano. ..." "lemon" -> "piano"
-        rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
-        example = user_turn(f"{rule} {other}", "").messages
-        solved = {"role": "assistant", "content": other_answer}
-        question = user_turn(word, "").messages
-        return Prompt(number, (Turn((*example, solved, *question), answer),))
+        word, other = random.Random(f"{self.seed} {number}").sample(WORDS, 2)
+        # The policy has to remember the rule in the second turn.
+        text = f"I will say a word, and you repeat it. Say nothing else. {word}"
+        return Prompt(number, (user_turn(text, word), user_turn(other, other)))
 
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
             return 1.0
-        # Half the share of words at the right place: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
-        right = re.findall(r"\w+", answer)
+        # Half of 1 / the number of words, if the first is right: 1 / 2 for "Apple."
         words = re.findall(r"\w+", response.lower())
-        return sum(a == b for a, b in zip(right, words)) / max(len(right), len(words)) / 2
+        return (words[:1] == [answer]) / max(1, len(words)) / 2
 
 
 # -- prompts and answers from a file ---
@@ -3170,8 +3153,8 @@ def make_task(name: str, reward: str, seed: int) -> Task:
     scorer = None
     if reward not in ("", "model"):
         scorer = load_python(reward)
-    if name in ("repeat", "count", "pattern"):
-        return UserTask(WordTask(name, seed), scorer)
+    if name == "repeat":
+        return UserTask(WordTask(seed), scorer)
     if name.endswith(".jsonl"):
         return UserTask(FileTask(name, seed, is_graded=not reward), scorer)
     return UserTask(called(name, load_python(name)), scorer)

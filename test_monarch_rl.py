@@ -1644,22 +1644,11 @@ def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
 
 
 def test_words_are_graded() -> None:
-    task = m.WordTask("count", 0)
-    assert task.grade("3, 4, 5", " 3, 4, 5\n") == 1
-    assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
-    assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
-    assert task.grade("3, 4, 5", "3, 4") == 2 / 3 / 2
+    task = m.WordTask(0)
+    responses = [" apple\n", "Apple.", "apple, it is", "an apple", ""]
+    grades = [task.grade("apple", response) for response in responses]
+    assert grades == pytest.approx([1, 1 / 2, 1 / 6, 0, 0])
     assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
-
-
-def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
-    for number in range(20):
-        (turn,) = m.WordTask("pattern", 0).prompt(number).turns
-        rule, solved, question = [each["content"] for each in turn.messages]
-        pairs = dict(re.findall(r"When I say (\w+), you say (\w+)\.", rule))
-        assert len(pairs) == 2
-        assert solved == pairs.pop(rule.split()[-1])
-        assert pairs == {question: turn.answer}
 
 
 WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
@@ -2046,7 +2035,7 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"device": "cuda"}, ["--device cuda"][torch.cuda.is_available() :]),
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
-        ({"task": "count"}, ["--reward, and a --task other than repeat"]),
+        ({"task": "x.jsonl"}, ["--reward, and a --task other than repeat"]),
         ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
         ({"model": "x", "train": True, "ask_every": 1}, ["--preferences and --ask-every"]),
         ({"model": "x", "train": True, "reward": "model"}, ["--preferences and --ask-every"]),
@@ -2117,7 +2106,7 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
     assert f"{file}: --steps=7\n" in capsys.readouterr().out
     (tmp_path / "step_00000001.pt").touch()
     with pytest.raises(m.UsageError, match="--task: the run"):
-        m.read_flags([*words, "--task", "count"])
+        m.read_flags([*words, "--task", "x.jsonl"])
     for text in SAVED:
         file.write_text(text)
         with pytest.raises(m.UsageError, match=str(file)):
