@@ -2875,7 +2875,6 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
-    wrong["not finite"] = [n for n, p in model.named_parameters() if not p.isfinite().all()]
     # Only special tokens (of images) may lack an embedding.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -3107,9 +3106,8 @@ def load_python(spec: str) -> Any:
     file = Path(path).resolve()
     if not (path.endswith(".py") and file.is_file()):
         raise UsageError(f'{spec}: no FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
-    # After Python's library, before installed packages.
-    packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
-    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    # Last: a user's file hides no module.
+    sys.path.append(str(file.parent))
     # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
