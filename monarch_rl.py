@@ -2871,19 +2871,16 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # transformers then lists mismatched weights, too.
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loaded = called(where, load, name, dtype=dtype, **how)
-    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
+    model, loaded = called(where, load, name, dtype=dtype, output_loading_info=True)
+    for kind, names in loaded.items():
+        if "keys" in kind and names:
+            raise UsageError(f"{where}: {kind}: {[*names][:3]}")
     # Only special tokens (of images) may lack an embedding.
     num_embeddings = model.get_input_embeddings().num_embeddings
     special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
     for word, i in tokenizer.get_vocab().items():
         if i >= num_embeddings and i not in special:
-            wrong["without an embedding"] = [word]
-    for kind, names in wrong.items():
-        if names:
-            raise UsageError(f"{where}: {kind}: {names[:3]}")
+            raise UsageError(f"{where}: no embedding of {word}")
     return tokenizer, model
 
 
@@ -3148,9 +3145,7 @@ def user_task(cfg: Flags) -> Task:
 
 @cache
 def make_task(name: str, reward: str, seed: int) -> Task:
-    scorer = None
-    if reward not in ("", "model"):
-        scorer = load_python(reward)
+    scorer = load_python(reward) if reward not in ("", "model") else None
     if name == "repeat":
         return UserTask(WordTask(seed), scorer)
     if name.endswith(".jsonl"):
@@ -3232,6 +3227,9 @@ def guard() -> None:
     os._exit(0)
 
 
+RUNNER = asyncio.Runner()  # of the reward process: kept clients need one event loop
+
+
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
     """Returns what a method of the task gives for groups, up to the first without a coroutine."""
     results: list[Any] = []
@@ -3240,7 +3238,7 @@ def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]
         if not is_awaitable(results[-1]):
             break
     # Last, because inside a loop asyncio.run in a plain call would fail.
-    results = runner().run(awaited(results, cfg.reward_deadline))
+    results = RUNNER.run(awaited(results, cfg.reward_deadline))
     return [
         [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
         for group, each in zip(groups, results)
@@ -3260,12 +3258,6 @@ def is_awaitable(result: Any) -> bool:
     if isinstance(result, list):
         return any(is_awaitable(each) for each in result)
     return inspect.isawaitable(result)
-
-
-@cache
-def runner() -> asyncio.Runner:
-    """Returns one Runner: kept clients need one event loop."""
-    return asyncio.Runner()
 
 
 async def awaited(result: Any, limit_s: float) -> Any:
@@ -3586,10 +3578,9 @@ async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
 
     async def work(run: Run) -> Tensor:
         training = train_saved(run, checkpoints, run.evaluate)
-        if run.version == 0 and at_step:
-            await gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
-        else:  # undisturbed, or resumed
-            await training
+        if run.version == 0 and at_step:  # not yet resumed
+            training = gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
+        await training
         return await run.trainer.request(weights_of)
 
     return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work)
