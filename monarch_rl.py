@@ -3154,18 +3154,15 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 
 # -- the reward process ---
-#
-#   UserProcess, in the worker --- prompts and responses ---> call_task, in its process
-#                              <-- rewards, replies, or reasons
-#                              --- SIGKILL, when too late --> and all that it has started
 
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread, as signal handlers need.
+    """Runs `call_task` in a process that is killed when late, with all that it has started.
 
-    Groups of plain functions are scored one after another, and each gets --reward-deadline.
-    Coroutines of all groups run together, and each coroutine gets it.
+    The user's code runs in its main thread, as signal handlers need. Groups of plain functions are
+    scored one after another, and each gets --reward-deadline. Coroutines of all groups run
+    together, and each coroutine gets it.
     """
 
     cfg: Flags
@@ -3287,8 +3284,6 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    if hasattr(result, "tolist"):  # tensor or array
-        result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
@@ -3309,7 +3304,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
 #   random state is saved: prompts' numbers are the seeds.
 # Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
-#   the newest two, and the one that is being written. Steps since the newest are made again.
+#   the newest two, and the one that is being written.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
@@ -3473,7 +3468,7 @@ def read_progress(path: Path) -> SavedProgress:
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-    # With mmap, no weights are read.
+    # With mmap, no weights are loaded.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 

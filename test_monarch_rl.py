@@ -1713,7 +1713,7 @@ def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> Non
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
-RESULTS += [(torch.tensor([0.25, 0.5]), [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
+RESULTS += [(torch.tensor([0.5]), [0, 0.5]), ([0.25, torch.tensor(0.5)], [0.25, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
 NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
 
