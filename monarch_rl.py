@@ -2875,12 +2875,6 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     for kind, names in loaded.items():
         if "keys" in kind and names:
             raise UsageError(f"{where}: {kind}: {[*names][:3]}")
-    # Only special tokens (of images) may lack an embedding.
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    for word, i in tokenizer.get_vocab().items():
-        if i >= num_embeddings and i not in special:
-            raise UsageError(f"{where}: no embedding of {word}")
     return tokenizer, model
 
 
@@ -3224,7 +3218,7 @@ def guard() -> None:
     os._exit(0)
 
 
-RUNNER = asyncio.Runner()  # of the reward process: kept clients need one event loop
+RUNNER = asyncio.Runner()  # kept clients need one event loop
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
@@ -3351,9 +3345,8 @@ async def with_restarts(
             await sleep(1)  # the trainer's crash is noticed after its effects on generators
             num_losses[first] += 1
             # Without a lost trainer, ActorError is a bug.
-            is_bug = isinstance(error, ActorError) and not isinstance(
-                run.trainer.error, ReplicaLost
-            )
+            trainer_is_lost = isinstance(run.trainer.error, ReplicaLost)
+            is_bug = isinstance(error, ActorError) and not trainer_is_lost
             if is_bug or num_losses[first] == 5:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
@@ -3432,7 +3425,7 @@ class Checkpoints:
         return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
-        """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
+        """Returns the newest intact checkpoint, or ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
@@ -3458,7 +3451,7 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns the progress as a dict, in which groups in flight are requeued."""
+    """Returns a dict, in which groups in flight are requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
@@ -3473,7 +3466,7 @@ def read_progress(path: Path) -> SavedProgress:
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
-    """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
+    """Gathers the state from all ranks, and writes it in rank 0."""
     from torch.distributed.checkpoint import state_dict
 
     require_finite(trainer)
@@ -3513,7 +3506,7 @@ def export(trainer: Trainer, folder: str) -> None:
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
-    except Exception as error:  # of several types, as when the disk is full
+    except Exception as error:  # as when the disk is full
         raise RunError(f"{folder}: {cause_of(error)}") from error
 
 
@@ -3569,7 +3562,7 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
     """Returns the weights after training. Kills the trainer once, at a step other than 0."""
-    checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
+    checkpoints = Checkpoints(report.folder / f"run_{at_step}")
 
     async def work(run: Run) -> Tensor:
         training = train_saved(run, checkpoints, run.evaluate)

@@ -813,7 +813,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "[0-9]", "drops", "disagree"])
+@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
@@ -827,8 +827,6 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
         state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     if fault == "more":
         model.model.more = torch.nn.Linear(2, 2)
-    if fault == "[0-9]":
-        tokenizer.add_tokens(["0", "9"])  # without an embedding
     if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
     model.save_pretrained(folder, state_dict=state)
