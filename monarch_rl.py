@@ -2715,7 +2715,7 @@ class Flags(Config):
     evaluate: int = 0  # samples per prompt (k of pass@k)
     export: str = ""  # write the model to this folder
     model: str = ""  # folder or hub id; default: a tiny one
-    task: str = "repeat"  # repeat, count, pattern, FILE.jsonl or FILE.py:CLASS
+    task: str = "repeat"  # repeat, FILE.jsonl or FILE.py:CLASS
     reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
@@ -2777,20 +2777,10 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # transformers then lists mismatched weights, too.
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, loaded = called(where, load, name, dtype=dtype, **how)
-    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
-    wrong["not finite"] = [n for n, p in model.named_parameters() if not p.isfinite().all()]
-    # Only special tokens (of images) may lack an embedding.
-    num_embeddings = model.get_input_embeddings().num_embeddings
-    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    for word, i in tokenizer.get_vocab().items():
-        if i >= num_embeddings and i not in special:
-            wrong["without an embedding"] = [word]
-    for kind, names in wrong.items():
-        if names:
-            raise UsageError(f"{where}: {kind}: {names[:3]}")
+    model, loaded = called(where, load, name, dtype=dtype, output_loading_info=True)
+    for kind, names in loaded.items():
+        if "keys" in kind and names:
+            raise UsageError(f"{where}: {kind}: {[*names][:3]}")
     return tokenizer, model
 
 
@@ -2830,11 +2820,11 @@ class HubPolicy(Policy):
         text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
         # Tokens that could forge a turn: <|im_start|>, <|im_end|>; not <think> or <tool_call>.
         emitted = self.tokenize(text)
-        self.control_tokens: dict[str, int] = {}
-        for i, token in self.tokenizer.added_tokens_decoder.items():
-            is_harmless = re.fullmatch(r"\s+|</?think>", token.content)
-            if (token.special or i in emitted) and not is_harmless:
-                self.control_tokens[token.content] = i
+        self.control_tokens = {
+            token.content: i
+            for i, token in self.tokenizer.added_tokens_decoder.items()
+            if (token.special or i in emitted) and not re.fullmatch(r"\s+|</?think>", token.content)
+        }
         # "...assistant\nresponse<|im_end|>\n" -> "<|im_end|>\n" -> its first token
         _, response, closing = text.rpartition(RESPONSE["content"])
         first = self.tokenize(closing)[:1] if response else []
@@ -2892,7 +2882,7 @@ class HubPolicy(Policy):
         return torch.func.functional_call(self.model, cast, ids, inputs).logits
 
 
-# -- tasks in words ---
+# -- a task in words ---
 
 WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle ember feather
     forest garden harbor hammer island jacket kettle ladder lemon lion market meadow mirror
@@ -2902,38 +2892,21 @@ WORDS = """apple banana bridge candle castle cloud copper desert dragon eagle em
 
 @dataclass
 class WordTask(Task):
-    kind: str  # repeat, count or pattern
     seed: int
-
-    def __post_init__(self) -> None:
-        self.max_new_tokens = 24 if self.kind == "count" else 6
+    max_new_tokens = 6
 
     def prompt(self, number: int) -> Prompt:
-        rng = random.Random(f"{self.seed} {number}")
-        word, other, answer, other_answer = rng.sample(WORDS, 4)
-        if self.kind == "repeat":
-            # The policy has to remember the rule in the second turn.
-            text = f"I will say a word, and you repeat it. Say nothing else. {word}"
-            return Prompt(number, (user_turn(text, word), user_turn(other, other)))
-        if self.kind == "count":
-            first = rng.randint(1, 90)
-            numbers = [str(first + i) for i in range(rng.randint(3, 5))]
-            text = f"Count from {first} to {numbers[-1]}. Write only the numbers, with commas."
-            return Prompt(number, (user_turn(text, ", ".join(numbers)),))
-        # "... When I say lemon, you say piano. ..." "lemon" -> "piano"
-        rule = f"When I say {other}, you say {other_answer}. When I say {word}, you say {answer}."
-        example = user_turn(f"{rule} {other}", "").messages
-        solved = {"role": "assistant", "content": other_answer}
-        question = user_turn(word, "").messages
-        return Prompt(number, (Turn((*example, solved, *question), answer),))
+        word, other = random.Random(f"{self.seed} {number}").sample(WORDS, 2)
+        # The policy has to remember the rule in the second turn.
+        text = f"I will say a word, and you repeat it. Say nothing else. {word}"
+        return Prompt(number, (user_turn(text, word), user_turn(other, other)))
 
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
             return 1.0
-        # Half the share of words at the right place: "3, 4" for "3, 4, 5" gets 2 / 3 / 2.
-        right = re.findall(r"\w+", answer)
+        # Half of 1 / the number of words, if the first is right: 1 / 2 for "Apple."
         words = re.findall(r"\w+", response.lower())
-        return sum(a == b for a, b in zip(right, words)) / max(len(right), len(words)) / 2
+        return (words[:1] == [answer]) / max(1, len(words)) / 2
 
 
 # -- prompts and answers from a file ---
@@ -2953,12 +2926,11 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         return replace(record, number=number)
     try:
         record = json.loads(record) if isinstance(record, str) else record
-        if "prompt" not in record:
-            raise ValueError(f"no prompt among {[*record]}")
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
-        messages = [{**each, "content": text_of(each["content"])} for each in messages]
+        if not all(isinstance(each["content"], str) for each in messages):
+            raise ValueError("content must be text")
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] == "assistant":
@@ -2970,14 +2942,6 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
     except Exception as error:  # of many types
         raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), answer),))
-
-
-def text_of(content: Any) -> str:
-    """Returns the text of a message, which may be a list of parts."""
-    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("content must be text")
-    return "".join(texts)
 
 
 # \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
@@ -3037,23 +3001,17 @@ def load_python(spec: str) -> Any:
     """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
-    if not path.endswith(".py"):
-        raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file")
-    # After Python's library, before installed packages.
-    packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
-    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    if not (path.endswith(".py") and file.is_file()):
+        raise UsageError(f'{spec}: no FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
+    # Last: a user's file hides no module.
+    sys.path.append(str(file.parent))
     # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    loaded = called(spec, getattr, module, name)
-    if not callable(loaded):
-        raise UsageError(f"{spec}: not callable: {loaded!r}")
-    return loaded
+    return called(spec, getattr, module, name)
 
 
 @dataclass
@@ -3087,31 +3045,24 @@ def user_task(cfg: Flags) -> Task:
 
 @cache
 def make_task(name: str, reward: str, seed: int) -> Task:
-    scorer = None
-    if reward not in ("", "model"):
-        scorer = load_python(reward)
-        where = f"--reward {reward}: not (prompt, response, answer)"
-        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
-    if name in ("repeat", "count", "pattern"):
-        return UserTask(WordTask(name, seed), scorer)
+    scorer = load_python(reward) if reward not in ("", "model") else None
+    if name == "repeat":
+        return UserTask(WordTask(seed), scorer)
     if name.endswith(".jsonl"):
         return UserTask(FileTask(name, seed, is_graded=not reward), scorer)
     return UserTask(called(name, load_python(name)), scorer)
 
 
 # -- the reward process ---
-#
-#   UserProcess, in the worker --- prompts and responses ---> call_task, in its process
-#                              <-- rewards, replies, or reasons
-#                              --- SIGKILL, when too late --> and all that it has started
 
 
 @dataclass
 class UserProcess:
-    """Runs the user's code in a main thread, as signal handlers need.
+    """Runs `call_task` in a process that is killed when late, with all that it has started.
 
-    Groups of plain functions are scored one after another, and each gets --reward-deadline.
-    Coroutines of all groups run together, and each coroutine gets it.
+    The user's code runs in its main thread, as signal handlers need. Groups of plain functions are
+    scored one after another, and each gets --reward-deadline. Coroutines of all groups run
+    together, and each coroutine gets it.
     """
 
     cfg: Flags
@@ -3138,10 +3089,8 @@ class UserProcess:
             # coroutines are told within 2 s.
             args = (call_task, self.cfg, method, groups)
             return self.executor.submit(*args).result(limit_s + 2)
-        except TimeoutError:
-            reason = f"no {method} within {limit_s:g} s"
-        except Exception as error:  # the process died
-            reason = f"the reward function: {place_of(error)}"
+        except Exception as error:  # too late, or the process died
+            reason = f"no {method} within {limit_s:g} s: {place_of(error)}"
         self.kill()  # the next group gets a new process
         return [[reason] * len(groups[0])]
 
@@ -3175,6 +3124,9 @@ def guard() -> None:
     os._exit(0)
 
 
+RUNNER = asyncio.Runner()  # kept clients need one event loop
+
+
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
     """Returns what a method of the task gives for groups, up to the first without a coroutine."""
     results: list[Any] = []
@@ -3183,7 +3135,7 @@ def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]
         if not is_awaitable(results[-1]):
             break
     # Last, because inside a loop asyncio.run in a plain call would fail.
-    results = runner().run(awaited(results, cfg.reward_deadline))
+    results = RUNNER.run(awaited(results, cfg.reward_deadline))
     return [
         [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
         for group, each in zip(groups, results)
@@ -3203,12 +3155,6 @@ def is_awaitable(result: Any) -> bool:
     if isinstance(result, list):
         return any(is_awaitable(each) for each in result)
     return inspect.isawaitable(result)
-
-
-@cache
-def runner() -> asyncio.Runner:
-    """Returns one Runner: kept clients need one event loop."""
-    return asyncio.Runner()
 
 
 async def awaited(result: Any, limit_s: float) -> Any:
@@ -3238,8 +3184,6 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    if hasattr(result, "tolist"):  # tensor or array
-        result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
@@ -3260,7 +3204,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
 #   random state is saved: prompts' numbers are the seeds.
 # Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
-#   the newest two, and the one that is being written. Steps since the newest are made again.
+#   the newest two, and the one that is being written.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
@@ -3307,9 +3251,8 @@ async def with_restarts(
             await sleep(1)  # the trainer's crash is noticed after its effects on generators
             num_losses[first] += 1
             # Without a lost trainer, ActorError is a bug.
-            is_bug = isinstance(error, ActorError) and not isinstance(
-                run.trainer.error, ReplicaLost
-            )
+            trainer_is_lost = isinstance(run.trainer.error, ReplicaLost)
+            is_bug = isinstance(error, ActorError) and not trainer_is_lost
             if is_bug or num_losses[first] == 5:
                 raise
             print(f"{cause_of(error)}: going on from the newest checkpoint")
@@ -3359,11 +3302,10 @@ async def finished(work: Awaitable[Any]) -> Any:
     """Returns the result of the work. If the caller is cancelled, first lets the work finish."""
     task = ensure_future(work)
     try:
-        await wait([task])  # unlike await, `wait` does not cancel `task`
+        return await asyncio.shield(task)
     finally:
         # A signal must not end half a save.
-        await gather(task, return_exceptions=True)
-    return task.result()
+        await wait([task])
 
 
 # -- 13b. The files ---
@@ -3389,7 +3331,7 @@ class Checkpoints:
         return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
-        """Returns the newest intact checkpoint. If there is none, returns ("", SavedProgress())."""
+        """Returns the newest intact checkpoint, or ("", SavedProgress())."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
@@ -3415,7 +3357,7 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns the progress as a dict, in which groups in flight are requeued."""
+    """Returns a dict, in which groups in flight are requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
@@ -3425,12 +3367,12 @@ def read_progress(path: Path) -> SavedProgress:
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-    # With mmap, no weights are read.
+    # With mmap, no weights are loaded.
     return SavedProgress(**torch.load(path, mmap=True, map_location="cpu")["progress"])
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
-    """Writes a checkpoint. All ranks take part in gathering the state; rank 0 writes."""
+    """Gathers the state from all ranks, and writes it in rank 0."""
     from torch.distributed.checkpoint import state_dict
 
     require_finite(trainer)
@@ -3465,12 +3407,12 @@ def export(trainer: Trainer, folder: str) -> None:
         return
     try:
         # An older export may have been in shards, or in another format.
-        for name in ("model.safetensors", "pytorch_model.bin"):
-            Path(folder, f"{name}.index.json").unlink(missing_ok=True)
-        Path(folder, "pytorch_model.bin").unlink(missing_ok=True)
+        weights = "pytorch_model.bin"
+        for stale in ("model.safetensors.index.json", f"{weights}.index.json", weights):
+            Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
-    except Exception as error:  # of several types, as when the disk is full
+    except Exception as error:  # as when the disk is full
         raise RunError(f"{folder}: {cause_of(error)}") from error
 
 
@@ -3526,14 +3468,13 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
     """Returns the weights after training. Kills the trainer once, at a step other than 0."""
-    checkpoints = Checkpoints(report.folder / f"run_{time.monotonic_ns()}")
+    checkpoints = Checkpoints(report.folder / f"run_{at_step}")
 
     async def work(run: Run) -> Tensor:
         training = train_saved(run, checkpoints, run.evaluate)
-        if run.version == 0 and at_step:
-            await gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
-        else:  # undisturbed, or resumed
-            await training
+        if run.version == 0 and at_step:  # not yet resumed
+            training = gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
+        await training
         return await run.trainer.request(weights_of)
 
     return await with_restarts(checkpoints, partial(Run, cfg, report.pool), work)
@@ -4798,8 +4739,8 @@ def chart(name: str, points: list[tuple[int, float]]) -> str:
 def write_page(path: str, run: Run, start_s: float) -> None:
     """Writes the page of a run. start_s: of this command, in seconds since 1970."""
     rows = run.progress.rows
-    known = [share for _, share in run.progress.heldout if share is not None] or [math.nan]
-    title = f"{run.version} steps, held-out accuracy {known[0]:.3f} to {known[-1]:.3f}"
+    shares = [share for _, share in run.progress.heldout if share is not None] or [math.nan]
+    title = f"{run.version} steps, held-out accuracy {shares[0]:.3f} to {shares[-1]:.3f}"
     # "monarch_rl.py --train ...: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
     summary = f"{' '.join(sys.argv)}: {run.version} steps, {time.time() - start_s:.1f} s"
     for service in run.services:

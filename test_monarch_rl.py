@@ -829,7 +829,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "drops", "disagree"])
+@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
@@ -837,14 +837,12 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load(folder)
     state = None
-    if fault == "finite":
+    if fault == "nan":
         model.get_input_embeddings().weight.data[3, 0] = math.nan
     if fault == "lm_head":  # lacks it
         state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     if fault == "more":
         model.model.more = torch.nn.Linear(2, 2)
-    if fault == "[0-9]":
-        tokenizer.add_tokens(["0", "9"])  # without an embedding
     if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
     model.save_pretrained(folder, state_dict=state)
@@ -1653,22 +1651,11 @@ def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
 
 
 def test_words_are_graded() -> None:
-    task = m.WordTask("count", 0)
-    assert task.grade("3, 4, 5", " 3, 4, 5\n") == 1
-    assert 0 < task.grade("3, 4, 5", "3, 4") < task.grade("3, 4, 5", "3 4 5") < 1
-    assert task.grade("3, 4, 5", "") == task.grade("apple", "no") == 0
-    assert task.grade("3, 4, 5", "3, 4") == 2 / 3 / 2
+    task = m.WordTask(0)
+    responses = [" apple\n", "Apple.", "apple, it is", "an apple", ""]
+    grades = [task.grade("apple", response) for response in responses]
+    assert grades == pytest.approx([1, 1 / 2, 1 / 6, 0, 0])
     assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
-
-
-def test_the_answer_to_a_pattern_follows_from_its_rule() -> None:
-    for number in range(20):
-        (turn,) = m.WordTask("pattern", 0).prompt(number).turns
-        rule, solved, question = [each["content"] for each in turn.messages]
-        pairs = dict(re.findall(r"When I say (\w+), you say (\w+)\.", rule))
-        assert len(pairs) == 2
-        assert solved == pairs.pop(rule.split()[-1])
-        assert pairs == {question: turn.answer}
 
 
 WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
@@ -1677,7 +1664,7 @@ WRONG_LINES |= {
     '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
     '{"prompt": "\\ud800"}': "",
     '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
-    '{"question": "a", "answer": 1}': r"no prompt among \['question', 'answer'\]",
+    '{"question": "a", "answer": 1}': r"KeyError\('prompt'\)",
     '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
     '{"prompt": "a", "answer": "(*)."}': "no answer",
 }
@@ -1686,9 +1673,8 @@ WRONG_LINES |= {
 @pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
-    parts = '[{"role": "user", "content": [{"text": "a"}, {"text": "b"}]}]'
-    file.write_text(f'{{"prompt": {parts}, "answer": "b"}}\n\n')
-    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("ab", "b"),))
+    file.write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n\n')
+    assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("a", "b"),))
     file.write_text(file.read_text() + line + "\n")
     with pytest.raises(m.UsageError, match="line 3: .*" + WRONG_LINES[line]):
         m.FileTask(str(file), 0)
@@ -1721,27 +1707,20 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
-    text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
-    code.write_text(text + "trl = lambda prompts, completions, **columns: []")
+    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
     assert m.load_python(f"{code}:f")() == 7
     wrong = tmp_path / "user_wrong.py"
     wrong.write_text("x = 1\ny = x / 0\n")
     with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
         m.load_python(f"{wrong}:f")
-    specs = {
-        f"{code}:g": "no attribute",
-        f"{code}:none": "not callable: None",
-        "x:f": "FILE.py:NAME",
-    }
-    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no such file"}).items():
+    specs = {f"{code}:g": "no attribute", "x:f": "FILE.py:NAME"}
+    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no FILE.py:NAME"}).items():
         with pytest.raises(m.UsageError, match=told):
             m.load_python(spec)
-    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
-        m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
-RESULTS += [(torch.tensor([0.25, 0.5]), [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
+RESULTS += [(torch.tensor([0.5]), [0, 0.5]), ([0.25, torch.tensor(0.5)], [0.25, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
 NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
 
@@ -2019,7 +1998,9 @@ def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> N
 
     monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
     groups = [[(m.Prompt(0, ()), ["a"])]] * 2
-    assert m.UserProcess(CFG)("score", groups) == [["no score within 60 s"]] * 2
+    one, other = m.UserProcess(CFG)("score", groups)
+    assert one == other
+    assert "no score within 60 s" in one[0]
 
 
 PARENT = """
@@ -2092,7 +2073,7 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"device": "cuda"}, ["--device cuda"][torch.cuda.is_available() :]),
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
-        ({"task": "count"}, ["--reward, and a --task other than repeat"]),
+        ({"task": "x.jsonl"}, ["--reward, and a --task other than repeat"]),
         ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
         ({"model": "x", "train": True, "ask_every": 1}, ["--preferences and --ask-every"]),
         ({"model": "x", "train": True, "reward": "model"}, ["--preferences and --ask-every"]),
@@ -2163,7 +2144,7 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
     assert f"{file}: --steps=7\n" in capsys.readouterr().out
     (tmp_path / "step_00000001.pt").touch()
     with pytest.raises(m.UsageError, match="--task: the run"):
-        m.read_flags([*words, "--task", "count"])
+        m.read_flags([*words, "--task", "x.jsonl"])
     for text in SAVED:
         file.write_text(text)
         with pytest.raises(m.UsageError, match=str(file)):
