@@ -154,6 +154,11 @@ def done(words: str, folder: Path) -> None:
     assert status == 0, output
 
 
+def have_same_weights(*folders: Path) -> bool:
+    one, other = [load(folder).state_dict() for folder in folders]
+    return all(torch.equal(other[name], tensor) for name, tensor in one.items())
+
+
 def until(holds: Any, seconds: float = 60.0) -> Any:
     """What `holds` returns, as soon as it is true."""
     end_s = time.monotonic() + seconds
@@ -374,21 +379,11 @@ def ranks_of(mesh: Any) -> Iterator[tuple[int, ...]]:
 
 
 def box_of_dtensor(shape: Any, mesh: Any, rank: Any, placements: Any) -> Any:
-    """The same by DTensor; a box without elements may begin anywhere."""
+    """The part of a tensor that DTensor has on a rank."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(rank), placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-
-
-def test_boxes_are_those_of_dtensor() -> None:
-    for shape, mesh, placements in random_layouts(500):
-        whole = torch.arange(math.prod(shape)).view(shape)
-        for rank in ranks_of(mesh):
-            found = m.box_of(shape, mesh, placements, rank)
-            wanted = box_of_dtensor(shape, mesh, rank, placements)
-            assert whole[found].shape == whole[wanted].shape
-            assert whole[found].numel() == 0 or found == wanted
 
 
 def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
@@ -412,8 +407,8 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     return num_bytes / whole.nbytes
 
 
-def test_each_element_is_written_once(without: Any) -> None:
-    layouts = list(random_layouts(300))
+def test_each_element_is_written_once_and_where_dtensor_has_it(without: Any) -> None:
+    layouts = list(random_layouts(400))
     assert {written(m, *layout) for layout in layouts} == {1.0}
     broken = without("reshard")
     assert any(written(broken, *layout) > 1 for layout in layouts)
@@ -1093,8 +1088,11 @@ def serve(monkeypatch: Any) -> Any:
         monkeypatch.setattr(module.Pool, "start", start)
         pool = module.WarmPool()
         number = options.pop("num_replicas", 2)
+        begins = options.pop("begins", True)
         service = module.Service(module.Worker, number, pool, **options)
         try:
+            if begins:
+                await service.begin()
             return await work(service)
         finally:
             await service.close()
@@ -1127,7 +1125,6 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
         return asyncio.sleep(0.01 * rng.random(), 2 * args[0])
 
     async def work(service: Any) -> list[int]:
-        await service.begin()
         found = []
         for start in range(0, 300, 30):
             numbers = range(start, start + 30)
@@ -1151,7 +1148,6 @@ def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> No
         return worker.die() if method == "deadly" and num_asked[method] == 1 else 7
 
     async def work(service: Any) -> None:
-        await service.begin()
         with pytest.raises(ActorError, match="a bad request"):
             await service.request("bad")
         assert num_asked["bad"] == 1  # no other replica is asked
@@ -1175,12 +1171,9 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
             goes_on.set()
         return goes_on.wait()
 
-    async def work(service: Any) -> None:
-        await service.begin()
-        await asyncio.gather(*[service.request("work") for _ in range(9)])
-
     served_by: list[str] = []
     goes_on = asyncio.Event()
+    work = lambda service: asyncio.gather(*[service.request("work") for _ in range(9)])  # noqa: E731
     serve(script, work, num_replicas=3)
     assert set(Counter(served_by).values()) == {3}
 
@@ -1191,7 +1184,6 @@ def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
         return worker.die() if method == "deadly" else 7
 
     async def work(service: Any) -> int:
-        await service.begin()
         with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
             await service.request("deadly")
         while len(service.failures) < 3:
@@ -1213,7 +1205,6 @@ def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any
         return worker.name
 
     async def work(service: Any) -> Any:
-        await service.begin()
         replicas.update(service.replicas)
         return await service.request("work")
 
@@ -1236,17 +1227,13 @@ def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, rais
                 await call()
 
     num_setups = [0, 0]
-    serve(script, work)
+    serve(script, work, begins=False)
     assert max(num_setups) == (1 if raises else 3)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        return 7
-
     async def work(service: Any) -> int:
-        await service.begin()
         replica = service.replicas[0]
         replica.worker.child.kill()
         await asyncio.wait([replica.lost])
@@ -1254,10 +1241,10 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
 
     kinds = {"num_replicas": 1, "replaces": replaces}
     if replaces:
-        assert serve(script, work, **kinds) == 7
+        assert serve(lambda *_: 7, work, **kinds) == 7
     else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
-            serve(script, work, **kinds)
+            serve(lambda *_: 7, work, **kinds)
     run = m.Run(CFG, m.Pool())
     assert [service.replaces for service in run.services] == [False, True, True]
     for service in run.services:  # all have begun, and the trainer is lost
@@ -1276,7 +1263,6 @@ def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch:
         return worker.die() if method == "release" and worker.name == "worker_2" else None
 
     async def work(service: Any) -> None:
-        await service.begin()
         replicas = dict(service.replicas)
         replicas[3].in_flight["a request"] = 0.0
         monkeypatch.setattr(m, "wait_for", lambda work, seconds: wait_for(work, seconds / 10))
@@ -1315,6 +1301,9 @@ def test_a_process_that_has_just_died_is_noticed() -> None:
 
 
 # == the loops =====================================================================================
+
+
+SMALL_RUN = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
 
 
 class FakeServices:
@@ -1372,8 +1361,7 @@ def run_of(module: Any, cfg: Any, services: Any) -> Any:
 
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps. With a staleness of 0 it is synchronous."""
-    cfg = replace(module.Flags(), prompts_per_step=4, generators=3, group_size=2)
-    run = run_of(module, cfg, FakeServices(module, seed, loses))
+    run = run_of(module, SMALL_RUN, FakeServices(module, seed, loses))
     loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
     asyncio.run(asyncio.wait_for(loop, 120))
     return run
@@ -1428,13 +1416,12 @@ def test_a_request_has_64_prompts_and_512_rows_at_most_and_a_seed_of_its_own() -
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
-    cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
-    run = run_of(m, cfg, FakeServices(m, 0, False))
+    run = run_of(m, SMALL_RUN, FakeServices(m, 0, False))
     asyncio.run(m.train_async(run, 2, 60))
     asyncio.run(m.train_sync(run, 20))
     supervised = Mock(wraps=m.episode_with)
     monkeypatch.setattr(m, "episode_with", supervised)
-    m.sft(learner(prompts_per_step=4), m.training_prompts(m.LetterTask(cfg.seed)), 10)
+    m.sft(learner(prompts_per_step=4), m.training_prompts(run.task), 10)
     seen = [call.args[1] for call in supervised.call_args_list]
     assert len(seen) == 160
     trained_on = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
@@ -1448,8 +1435,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     tmp_path: Path, capsys: Any
 ) -> None:
     async def interrupt() -> Any:
-        cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2)
-        run = run_of(m, cfg, FakeServices(m, 0, False))
+        run = run_of(m, replace(SMALL_RUN, generators=1), FakeServices(m, 0, False))
         run.log = open(tmp_path / "log", "w", buffering=1)
         run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
@@ -1525,7 +1511,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
                 assert all(len(batch.ids) > 0 for batch in batches)
             return await super().step(episodes)
 
-    cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
+    cfg = replace(SMALL_RUN, generators=1, trainers=4)
     policy = policy_of()
     run = run_of(m, cfg, Services(m, 0, False))
     asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
@@ -1778,24 +1764,20 @@ def text_of(prompt: m.Prompt) -> str:
     return prompt.turns[0].messages[0]["content"]
 
 
-def recipe(folder: Path, package: str, spec: str) -> m.Config:
-    """A configuration with the recipe of DOCS for a package, which is skipped if it is missing."""
+def check_recipe(folder: Path, package: str, spec: str, answer: Any) -> None:
+    """The recipe of DOCS for a package, if it is installed, tells right from wrong."""
     pytest.importorskip(package)
     _, _, text = DOCS.partition(f".py, for --task {spec}")
     (folder / spec.partition(":")[0]).write_text("#" + text.partition("```")[0])
-    return replace(CFG, model="x", task=f"{folder}/{spec}")
-
-
-def tells_right_from_wrong(cfg: m.Config, answer: Any) -> bool:
+    cfg = replace(CFG, model="x", task=f"{folder}/{spec}")
     prompt = m.user_task(cfg).prompt(7)
     responses = [(prompt, [answer(prompt)]), (prompt, ["none"])]
-    return m.call_task(cfg, "score", [responses]) == [[[1.0], [0.0]]]
+    assert m.call_task(cfg, "score", [responses]) == [[[1.0], [0.0]]]
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
-    cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
     right = lambda prompt: f"It is {prompt.turns[0].answer['answer']}."  # noqa: E731
-    assert tells_right_from_wrong(cfg, right)
+    check_recipe(tmp_path, "reasoning_gym", "rg.py:Sums", right)
 
 
 TASKSET = """
@@ -1815,9 +1797,9 @@ class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
 
 
 def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
-    cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
     (tmp_path / "reverse_text.py").write_text(TASKSET)
-    assert tells_right_from_wrong(cfg, lambda prompt: text_of(prompt).split()[1][::-1])
+    right = lambda prompt: text_of(prompt).split()[1][::-1]  # noqa: E731
+    check_recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks", right)
 
 
 ENVIRONMENT = """
@@ -1839,16 +1821,17 @@ uvicorn.run(create_fastapi_app(Doubles, Say, Heard), port=int(sys.argv[1]))
 
 
 def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
-    cfg = recipe(tmp_path, "openenv.core", "room.py:Room")
+    pytest.importorskip("openenv.core")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
-    server = subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)])
-    until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-    is_right = tells_right_from_wrong(cfg, lambda prompt: str(2 * int(text_of(prompt).split()[1])))
-    server.kill()
-    server.wait()
-    assert is_right
+    right = lambda prompt: str(2 * int(text_of(prompt).split()[1]))  # noqa: E731
+    with subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)]) as server:
+        until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        try:
+            check_recipe(tmp_path, "openenv.core", "room.py:Room", right)
+        finally:
+            server.kill()
 
 
 USER_REWARDS = """
@@ -2025,12 +2008,8 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(data_file(tmp_path))
     spec = f"{tmp_path}/own.py:reward"
     cfg = replace(CFG, train=True, model=str(tmp_path), task=str(tmp_path / "data.jsonl"))
-    for path, flag in {
-        "link": "log",
-        "./data.jsonl": "json",
-        "own.py": "report",
-        "": "export",
-    }.items():
+    outputs = {"link": "log", "./data.jsonl": "json", "own.py": "report", "": "export"}
+    for path, flag in outputs.items():
         changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
         assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
     assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
@@ -2197,25 +2176,21 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     assert rows[0]["staleness"] == 0
     assert all(row["k3"] < 1e-6 for row in rows if row["staleness"] == 0)
     assert max(row["reward"] for row in rows) > 0
-    both = [load(tmp_path / name).parameters() for name in ("out", "qwen2")]
-    assert not all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert not have_same_weights(tmp_path / "out", tmp_path / "qwen2")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
-def exported(folder: Path, num_trainers: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The weights of a short run of the tiny policy, and the norm of each step's gradient."""
-    words = f"--train --trainers {num_trainers} --max-staleness 0 --generators 1 --steps 4"
-    words += " --sft-steps 3 --prompts-per-step 8 --eval-prompts 8 --export out --log log.jsonl"
-    folder.mkdir()
-    done(words, folder)
-    rows = logged(folder)
-    model = load(folder / "out")
-    return model.state_dict(), [row["grad_norm"] for row in rows]
-
-
 def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
-    one, norms = exported(tmp_path / "one", 1)
-    two, norms_of_two = exported(tmp_path / "two", 2)
+    words = "--train --max-staleness 0 --generators 1 --steps 4 --sft-steps 3 --prompts-per-step 8"
+    words += " --eval-prompts 8 --export out --log log.jsonl"
+    found = []
+    for num_trainers in (1, 2):
+        folder = tmp_path / str(num_trainers)
+        folder.mkdir()
+        done(f"{words} --trainers {num_trainers}", folder)
+        norms = [row["grad_norm"] for row in logged(folder)]
+        found.append((load(folder / "out").state_dict(), norms))
+    (one, norms), (two, norms_of_two) = found
     start = m.tiny_policy(0)[1].state_dict()
     assert list(one) == list(two) == list(start)
     moved = max(float((one[name] - start[name]).abs().max()) for name in one)
@@ -2427,7 +2402,7 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         for _ in range(4):  # lives, each of which ends in the middle
             services = FakeServices(m, len(drawn), False)
             services.version = len(progress.rows)
-            run = run_of(m, cfg, services)
+            run = run_of(m, SMALL_RUN, services)
             run.progress = progress
             new = m.training_prompts(run.task, progress.num_drawn)
             run.prompts = m.requeued_first(run.task, progress.requeued, new)
@@ -2439,7 +2414,6 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         assert progress.requeued
         return drawn[::2]  # groups have two episodes
 
-    cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
     drawn = asyncio.run(train())
     assert len(drawn) == len(set(drawn)) == 4 * 5 * 4  # none twice
 
@@ -2469,7 +2443,7 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
     rng = random.Random(0)
     words = "--train --task repeat --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8"
     words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
-    found = []
+    samples = []
     for name in ("whole", "cut"):
         words_of_run = f"{words} --checkpoint {name} --export {name}_model"
         if name == "cut":
@@ -2481,11 +2455,9 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
         done(words_of_run, tmp_path)
         rows = logged(tmp_path)
         assert [row["step"] for row in rows] == [*range(1, 17)]
-        weights = load(tmp_path / f"{name}_model").parameters()
-        found.append(([row["sample"] for row in rows], [*weights]))
-    (samples, weights), (samples_of_cut, weights_of_cut) = found
-    assert samples == samples_of_cut
-    assert all(torch.equal(*pair) for pair in zip(weights, weights_of_cut, strict=True))
+        samples.append([row["sample"] for row in rows])
+    assert samples[0] == samples[1]
+    assert have_same_weights(tmp_path / "whole_model", tmp_path / "cut_model")
 
 
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
@@ -2516,8 +2488,7 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     assert rows[-1]["num_tokens"] > 1.5 * rows[0]["num_tokens"]
     words = "--evaluate 2 --export again --checkpoint ../RUN"
     done(words, elsewhere)
-    both = [load(elsewhere / name).parameters() for name in ("out", "again")]
-    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert have_same_weights(elsewhere / "out", elsewhere / "again")
 
 
 def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
@@ -2725,11 +2696,10 @@ def test_a_learner_steps_once_its_critic_is_of_use() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
     learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
-    before = copy.deepcopy(policy.model.state_dict())
+    before = parameters(learner)
     for number in range(m.CRITIC_ALONE + 1):
         learner.step(single(policy, 16, number))
-        is_same = all(torch.equal(before[name], p) for name, p in policy.model.state_dict().items())
-        assert is_same == (number < m.CRITIC_ALONE)
+        assert torch.equal(parameters(learner), before) is (number < m.CRITIC_ALONE)
     episodes = single(policy, 16, 99)
     for row, episode in zip(critic(episodes), episodes, strict=True):
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
