@@ -205,25 +205,6 @@ def held(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(value) for tensor in tensors.values() for value in tensor.flatten()}
 
 
-def versions_seen(module: Any, between: int) -> list[bool]:
-    """Whether a reader still has what it pulled, each time that `between` more versions came."""
-    mine, theirs = weights(1), weights(0)
-    writer = module.WeightWriter(mine, 1)
-    reader = module.WeightReader(writer.handle, 0, theirs)
-    assert reader.pull() == -1
-    assert held(theirs) == {0.0}
-    seen = []
-    for version in range(1, 30):
-        for tensor in mine.values():
-            tensor.data.fill_(version)
-        published(writer, version)
-        if version % between == 1:
-            assert reader.pull() == version
-            pulled = version
-        seen.append(held(theirs) == {float(pulled)})
-    return seen
-
-
 def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
     writer = m.WeightWriter(weights(0), 1)
     reader = m.WeightReader(writer.handle, 0, weights(0))
@@ -235,8 +216,23 @@ def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
 
 
 def test_a_reader_gets_a_version_and_keeps_it_until_its_next_pull(without: Any) -> None:
-    assert all(versions_seen(m, 3))
-    assert not all(versions_seen(without("weight_sync"), 3))
+    def keeps_them(module: Any) -> bool:
+        mine, theirs = weights(0), weights(0)
+        writer = module.WeightWriter(mine, 1)
+        reader = module.WeightReader(writer.handle, 0, theirs)
+        assert reader.pull() == -1
+        seen = []
+        for version in range(1, 30):
+            for tensor in mine.values():
+                tensor.fill_(version)
+            published(writer, version)
+            if version % 3 == 1:
+                assert reader.pull() == version
+            seen.append(held(theirs) == {version - (version - 1) % 3})
+        return all(seen)
+
+    assert keeps_them(m)
+    assert not keeps_them(without("weight_sync"))
 
 
 def test_a_slot_may_have_another_dtype() -> None:
@@ -598,6 +594,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     assert whole_stats.num_tokens == parts_stats.num_tokens
     assert whole_stats.grad_norm == pytest.approx(parts_stats.grad_norm, rel=1e-4)
     assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
+    assert 0.9 * math.log(19) < whole_stats.entropy < math.log(19)  # near uniform
 
 
 def test_a_step_changes_no_weights_while_the_version_before_is_copied() -> None:
@@ -616,19 +613,6 @@ def test_a_step_changes_no_weights_while_the_version_before_is_copied() -> None:
         goes_on.set()
         second.result(60)
     assert not torch.equal(parameters(trainer.learner), before)
-
-
-def test_equal_rewards_give_no_gradient_but_that_of_an_entropy_bonus() -> None:
-    for entropy in (0.0, 1.0):
-        one = learner(entropy=entropy)
-        before = parameters(one)
-        episodes = episodes_of(one)
-        for episode in episodes:
-            episode.rewards = [0.5, 0.5]
-        stats = one.step(episodes)
-        assert (stats.grad_norm > 0) is (entropy > 0)
-        assert torch.equal(parameters(one), before) is (entropy == 0)
-        assert 0.9 * math.log(19) < stats.entropy < math.log(19)  # a fresh policy is near uniform
 
 
 def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> None:
@@ -666,6 +650,11 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
         one.step(episodes)
         found.append(parameters(one))
     one = learner()
+    for episode in episodes:
+        episode.rewards = [0.5, 0.5]
+    assert one.step(episodes).grad_norm == 0
+    assert torch.equal(parameters(one), parameters(learner()))
+    assert learner(entropy=1.0).step(episodes).grad_norm > 0
     one.penalty = lambda batch, logp: 0 * logp  # trains all rows, too
     assert one.rows_to_train([[0.0], [1.0]]) == [0, 1]
     moved = float((found[1] - parameters(learner())).norm())
@@ -1140,12 +1129,15 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
     assert min(befell.values()) > 0
 
 
-def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> None:
+def test_an_exception_is_the_callers_and_three_losses_end_a_request(
+    serve: Any, without: Any
+) -> None:
     def script(worker: Any, method: str, *args: Any) -> Any:
         num_asked[method] += 1
         if method == "bad":
             raise ActorError(ValueError("a bad request"))
-        return worker.die() if method == "deadly" and num_asked[method] == 1 else 7
+        is_deadly = method == "fatal" or (method == "deadly" and num_asked[method] == 1)
+        return worker.die() if is_deadly else 7
 
     async def work(service: Any) -> None:
         with pytest.raises(ActorError, match="a bad request"):
@@ -1153,6 +1145,12 @@ def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> No
         assert num_asked["bad"] == 1  # no other replica is asked
         assert len(service.replicas) == 2
         assert await service.request("deadly") == 7  # of another one
+        with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
+            await service.request("fatal")
+        assert num_asked["fatal"] == 3
+        while len(service.failures) < 4:
+            await asyncio.sleep(0.01)
+        assert await service.request("harmless") == 7  # and the service lives on
 
     num_asked: Counter[str] = Counter()
     serve(script, work)
@@ -1176,23 +1174,6 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
     work = lambda service: asyncio.gather(*[service.request("work") for _ in range(9)])  # noqa: E731
     serve(script, work, num_replicas=3)
     assert set(Counter(served_by).values()) == {3}
-
-
-def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        num_asked[method] += 1
-        return worker.die() if method == "deadly" else 7
-
-    async def work(service: Any) -> int:
-        with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
-            await service.request("deadly")
-        while len(service.failures) < 3:
-            await asyncio.sleep(0.01)
-        return await service.request("harmless")  # and the service lives on
-
-    num_asked: Counter[str] = Counter()
-    assert serve(script, work) == 7
-    assert num_asked["deadly"] == 3
 
 
 def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any) -> None:
@@ -1309,8 +1290,7 @@ SMALL_RUN = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
 class FakeServices:
     """Samples and trains after random delays; loses some groups."""
 
-    def __init__(self, module: Any, seed: int, loses: bool) -> None:
-        self.module = module
+    def __init__(self, seed: int = 0, loses: bool = False) -> None:
         self.rng = random.Random(seed)
         self.loses = loses
         self.version = 0
@@ -1329,12 +1309,12 @@ class FakeServices:
         version = self.version
         await asyncio.sleep(min(0.1, 0.0005 * self.rng.paretovariate(0.7)))
         if self.loses and self.rng.random() < 0.05:
-            raise self.module.ReplicaLost("generator_0 has died")
+            raise m.ReplicaLost("generator_0 has died")
         found = []
         for prompt in {episode.prompt.number: episode.prompt for episode in asked}.values():
             if not (self.loses and self.rng.random() < 0.1):
                 row = (version, [1, 2], [0, 1], [0.0, -1.0], ["a"], [False])
-                found += [self.module.Episode(prompt, *row) for _ in range(2)]
+                found += [m.Episode(prompt, *row) for _ in range(2)]
         return found
 
     async def score(self, groups: list[Any]) -> list[Any]:
@@ -1346,7 +1326,7 @@ class FakeServices:
             await asyncio.sleep(0.001 * self.rng.random())
             self.version += 1
         self.prompts += [episode.prompt for episode in episodes]
-        return self.module.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
+        return m.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
 
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
@@ -1361,7 +1341,7 @@ def run_of(module: Any, cfg: Any, services: Any) -> Any:
 
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps. With a staleness of 0 it is synchronous."""
-    run = run_of(module, SMALL_RUN, FakeServices(module, seed, loses))
+    run = run_of(module, SMALL_RUN, FakeServices(seed, loses))
     loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
     asyncio.run(asyncio.wait_for(loop, 120))
     return run
@@ -1407,7 +1387,7 @@ def test_a_request_has_64_prompts_and_512_rows_at_most_and_a_seed_of_its_own() -
     seeds: list[int] = []
     for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
         sizes: list[int] = []
-        run = run_of(m, CFG, Services(m, 0, False))
+        run = run_of(m, CFG, Services())
         groups = asyncio.run(run.sample_and_score(letters(128), num_samples, num_samples))
         assert (max(sizes), sum(sizes)) == (most, 128)
         # One episode of a larger group is left out.
@@ -1416,7 +1396,7 @@ def test_a_request_has_64_prompts_and_512_rows_at_most_and_a_seed_of_its_own() -
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
-    run = run_of(m, SMALL_RUN, FakeServices(m, 0, False))
+    run = run_of(m, SMALL_RUN, FakeServices())
     asyncio.run(m.train_async(run, 2, 60))
     asyncio.run(m.train_sync(run, 20))
     supervised = Mock(wraps=m.episode_with)
@@ -1435,7 +1415,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     tmp_path: Path, capsys: Any
 ) -> None:
     async def interrupt() -> Any:
-        run = run_of(m, replace(SMALL_RUN, generators=1), FakeServices(m, 0, False))
+        run = run_of(m, replace(SMALL_RUN, generators=1), FakeServices())
         run.log = open(tmp_path / "log", "w", buffering=1)
         run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
@@ -1473,7 +1453,7 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
             return await super().request(method, *args)
 
     for texts in ("abcb", "bb"):
-        run = run_of(m, CFG, Refusing(m, 0, False))
+        run = run_of(m, CFG, Refusing())
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
         assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
@@ -1488,7 +1468,7 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
 
-    services = FakeServices(m, 0, False)
+    services = FakeServices()
     services.request = AsyncMock(side_effect=error)
     run = run_of(m, CFG, services)
     run.progress.heldout.append((0, accuracy))
@@ -1513,7 +1493,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
     cfg = replace(SMALL_RUN, generators=1, trainers=4)
     policy = policy_of()
-    run = run_of(m, cfg, Services(m, 0, False))
+    run = run_of(m, cfg, Services())
     asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
 
 
@@ -2400,7 +2380,7 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         drawn: list[int] = []
         progress = m.SavedProgress()
         for _ in range(4):  # lives, each of which ends in the middle
-            services = FakeServices(m, len(drawn), False)
+            services = FakeServices(len(drawn))
             services.version = len(progress.rows)
             run = run_of(m, SMALL_RUN, services)
             run.progress = progress
@@ -2634,34 +2614,25 @@ ATTACH = """if True:
 """
 
 
-def certificate(folder: Path, ca: str, name: str) -> dict[str, str]:
-    """The three commands of DOCS 09. Returns the three variables."""
-    key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-    names = "-addext subjectAltName=IP:127.0.0.1,IP:127.0.0.2"
-    for command in (
-        f"req -x509 {key} -subj /CN={ca} -keyout {ca}.key -out {ca}.crt",
-        f"req {key} -subj /CN={name} {names} -keyout {name}.key -out {name}.csr",
-        f"x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial"
-        f" -copy_extensions copy -out {name}.crt",
-    ):
-        words = ["openssl", *command.split()]
-        subprocess.run(words, cwd=folder, check=True, capture_output=True)
-    files = {"CERT": f"{name}.crt", "KEY": f"{name}.key", "CA": f"{ca}.crt"}
-    return {f"HYPERACTOR_TLS_{what}": str(folder / file) for what, file in files.items()}
+def certificate(folder: Path) -> dict[str, str]:
+    """Runs the commands of DOCS 09. Returns the variables that they set."""
+    folder.mkdir()
+    _, _, text = DOCS.partition("may name all machines:\n```sh\n")
+    script = text.partition("```")[0].replace("10.0.0.2", "127.0.0.1,IP:127.0.0.2") + "env"
+    how: Any = {"cwd": folder, "check": True, "capture_output": True, "text": True}
+    lines = subprocess.run(["bash", "-ec", script], **how).stdout.splitlines()
+    return dict(line.split("=", 1) for line in lines if line.startswith("HYPERACTOR_TLS_"))
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None:
-    ours = certificate(tmp_path, "ca", "host")
-    theirs = certificate(tmp_path, "other_ca", "other_host")
+    ours, theirs = certificate(tmp_path / "ours"), certificate(tmp_path / "theirs")
+    (tmp_path / "attach.py").write_text(ATTACH)
+    script = f"exec {sys.executable} attach.py hosts"
+    own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)}
     with hosts(tmp_path / "hosts", "127.0.0.2", **ours):
-        clients = []
-        for variables in (theirs, {}, ours):
-            own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)} | variables
-            words = [sys.executable, "-c", ATTACH, str(tmp_path / "hosts")]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            clients.append(subprocess.Popen(words, env=os.environ | own, **pipes))
-        found = [client.communicate(timeout=60)[0] for client in clients]
+        clients = [Command(tmp_path, "", script, **own, **each) for each in (theirs, {}, ours)]
+        found = [client.end(60)[1] for client in clients]
         assert ["attached" in output for output in found] == [False, False, True]
         refused = "and certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
