@@ -1038,22 +1038,14 @@ class FakeWorker:
         self.script = script
         self.child = child
         self.name = name
-        self.answers_pings = True
-        self.has_stopped = False
         self.run = SimpleNamespace(call=self.called)
-        self.ping = SimpleNamespace(call=self.pinged)
+        self.ping = SimpleNamespace(call=AsyncMock())
+        self.stop = AsyncMock()
 
     async def called(self, what: Any, *args: Any) -> dict[int, Any]:
         method = what if isinstance(what, str) else what.__name__
         result = self.script(self, method, *args)
         return {0: await result if inspect.isawaitable(result) else result}
-
-    async def pinged(self) -> None:
-        while not self.answers_pings:
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        self.has_stopped = True
 
     def die(self) -> Any:
         self.child.kill()
@@ -1109,7 +1101,7 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
             return worker.die()
         if fate < 0.1 and befell["stands still"] == 0:
             befell["stands still"] += 1
-            worker.answers_pings = False
+            worker.ping.call = lambda: asyncio.sleep(1000)
             return asyncio.sleep(1000)
         return asyncio.sleep(0.01 * rng.random(), 2 * args[0])
 
@@ -1177,12 +1169,11 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
 
 
 def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        if method != "work":
-            return None
-        served_by.append(worker.name)
-        if len(served_by) == 1:
-            replicas[int(worker.name[-1])].lose("is gone")
+    def script(worker: Any, method: str, *args: Any) -> str:
+        if method == "work":
+            served_by.append(worker.name)
+            if len(served_by) == 1:
+                replicas[int(worker.name[-1])].lose("is gone")
         return worker.name
 
     async def work(service: Any) -> Any:
@@ -1250,7 +1241,7 @@ def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch:
         await service.close()
         pool, reused = service.pool, replicas[1].processes
         assert pool.idle == [reused]
-        assert replicas[1].worker.has_stopped
+        assert replicas[1].worker.stop.called
         for number in (0, 2, 3):
             assert replicas[number].worker.child.wait(10) == -signal.SIGKILL
         pool.idle += [await pool.start(2), await pool.start(1), await pool.start(1)]
@@ -1962,6 +1953,7 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
 
 
 def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
+    own = {"model": "x", "train": True}
     for changes, wanted in (
         ({}, []),
         ({"steps": 0}, ["--steps"]),
@@ -1975,10 +1967,10 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
         ({"task": "count"}, ["--reward, and a --task other than repeat"]),
-        ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "ask_every": 1}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "reward": "model"}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "reward": "model", "ask_every": 1}, []),
+        (own | {"preferences": "x"}, ["--preferences and --ask-every"]),
+        (own | {"ask_every": 1}, ["--preferences and --ask-every"]),
+        (own | {"reward": "model"}, ["--preferences and --ask-every"]),
+        (own | {"reward": "model", "ask_every": 1}, []),
     ):
         told = [mistake.partition(":")[0] for mistake in m.mistakes_in(replace(CFG, **changes))]
         assert told == wanted
@@ -2602,15 +2594,15 @@ def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch:
     assert asyncio.run(started()) == 4
 
 
-ATTACH = """if True:
-    import asyncio, pathlib, sys, monarch_rl as m
-    m.SILENCE_S = 1.5
-    m.monarch.actor.enable_transport(m.this_url() + ":0")
-    async def main() -> None:
-        process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).start(1)
-        await process.kill()
-        print("attached")
-    asyncio.run(main())
+ATTACH = """
+import asyncio, pathlib, sys, monarch_rl as m
+m.SILENCE_S = 1.5
+m.monarch.actor.enable_transport(m.this_url() + ":0")
+async def main() -> None:
+    process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).start(1)
+    await process.kill()
+    print("attached")
+asyncio.run(main())
 """
 
 
