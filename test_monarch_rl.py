@@ -103,15 +103,6 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def left(mark: str) -> list[str]:
-    """The processes with this mark, after they have had some time to end."""
-    for _ in range(100):
-        if not processes(mark):
-            break
-        time.sleep(0.1)
-    return [*processes(mark).values()]
-
-
 class Command:
     """A command that runs in a folder. Its output goes to a file."""
 
@@ -141,7 +132,7 @@ class Command:
     def end(self, limit_s: float = 600) -> tuple[int, str]:
         """Its exit status and its output. No process of it may be left."""
         status = self.process.wait(limit_s)
-        assert left(self.mark) == []
+        until(lambda: not processes(self.mark), 10)
         return status, self.output()
 
 
@@ -370,10 +361,6 @@ def random_layouts(num: int) -> Iterator[tuple[Any, Any, Any]]:
         yield shape, mesh, [rng.choice(choices) for _ in mesh]
 
 
-def ranks_of(mesh: Any) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*[range(size) for size in mesh])
-
-
 def box_of_dtensor(shape: Any, mesh: Any, rank: Any, placements: Any) -> Any:
     """The part of a tensor that DTensor has on a rank."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -388,7 +375,7 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     layout = module.layout_of({"a": whole})
     slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
     num_bytes = 0
-    for rank in ranks_of(mesh):
+    for rank in itertools.product(*[range(size) for size in mesh]):
         local = whole[box_of_dtensor(shape, mesh, rank, placements)]
         tensor = SimpleNamespace(placements=placements, to_local=lambda local=local: local)
         tensor.device_mesh = SimpleNamespace(shape=mesh)
@@ -1477,8 +1464,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
         async def step(self, episodes: list[Any]) -> Any:
             for rank in range(4):
-                learner = m.UserLearner(policy, cfg, rank)
-                batches = learner.micro_batches(episodes, learner.advantages(episodes))
+                batches = batches_of(m.UserLearner(policy, cfg, rank), episodes)
                 assert all(len(batch.ids) > 0 for batch in batches)
             return await super().step(episodes)
 
@@ -1884,7 +1870,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     # One child ended with the process that died, the other is killed when the worker is released.
     assert sum("sleep 1000" in line for line in processes(mark).values()) == 1
     m.release(worker)
-    assert left(mark) == []
+    until(lambda: not processes(mark), 10)
 
 
 def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> None:
@@ -2121,11 +2107,7 @@ def test_command_the_other_stages_fail_without_their_mechanisms(tmp_path: Path) 
 
 
 REWARD = """
-import subprocess
-children = []
 def reward(prompt, response, answer):
-    if not children:
-        children.append(subprocess.Popen(["sleep", "1000"]))
     return sum(a == b for a, b in zip(answer, response)) / max(len(answer), len(response), 1)
 """
 
@@ -2634,11 +2616,6 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
 # == critic ========================================================================================
 
 
-def spoken(turn_of: list[int], rewards: list[float]) -> m.Episode:
-    ids = list(range(3, 3 + len(turn_of)))
-    return m.Episode(letters(1)[0], ids=ids, turn_of=turn_of, rewards=rewards)
-
-
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
     episodes = sampled(policy, letters(num_prompts), 1, seed)
     for episode in episodes:
@@ -2650,7 +2627,7 @@ def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
 
 def test_gae_by_hand() -> None:
     """The table of the section, with tokens between the turns that were not sampled."""
-    episode = spoken([0, 1, 1, 0, 0, 2], [0.0, 0.9])
+    episode = m.Episode(PROMPT, ids=[3] * 6, turn_of=[0, 1, 1, 0, 0, 2], rewards=[0.0, 0.9])
     found = m.gae(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
     assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
 
@@ -2855,11 +2832,9 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers
 
 
 def test_ruff_finds_nothing() -> None:
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    ruff = shutil.which("ruff", path=folders)
-    if not ruff:
-        pytest.skip("ruff is not installed")
+    pytest.importorskip("ruff")
+    ruff = [sys.executable, "-m", "ruff"]
     config = ["--no-cache", "--config", str(FOLDER / ".ruff.toml"), str(FILE)]
     for command in (["format", "--check"], ["check"]):
-        found = subprocess.run([ruff, *command, *config], capture_output=True, text=True)
+        found = subprocess.run([*ruff, *command, *config], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout + found.stderr
