@@ -27,7 +27,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -1757,38 +1756,6 @@ def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
     (tmp_path / "reverse_text.py").write_text(TASKSET)
     right = lambda prompt: text_of(prompt).split()[1][::-1]  # noqa: E731
     check_recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks", right)
-
-
-ENVIRONMENT = """
-import sys, uvicorn
-from openenv.core.env_server import *
-class Say(Action):
-    message: str
-class Heard(Observation):
-    question: str = ""
-class Doubles(Environment):
-    state = State()
-    def reset(self, seed=None, **_):
-        self.number = seed
-        return Heard(question=f"Double {seed}")
-    def step(self, action, **_):
-        return Heard(reward=float(action.message == str(2 * self.number)))
-uvicorn.run(create_fastapi_app(Doubles, Say, Heard), port=int(sys.argv[1]))
-"""
-
-
-def test_the_recipe_for_openenv(tmp_path: Path, monkeypatch: Any) -> None:
-    pytest.importorskip("openenv.core")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
-    right = lambda prompt: str(2 * int(text_of(prompt).split()[1]))  # noqa: E731
-    with subprocess.Popen([sys.executable, "-c", ENVIRONMENT, str(port)]) as server:
-        until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-        try:
-            check_recipe(tmp_path, "openenv.core", "room.py:Room", right)
-        finally:
-            server.kill()
 
 
 USER_REWARDS = """
