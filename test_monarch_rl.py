@@ -825,7 +825,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
 def test_both_programs_compute_the_same_in_bfloat16() -> None:
     cfg = replace(CFG, dtype="bfloat16")
     generator, trainer = (m.HubPolicy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
-    episodes = episodes_of(SimpleNamespace(cfg=cfg, policy=generator))
+    episodes = episodes_of(SimpleNamespace(policy=generator))
     one, other = (m.recompute_logprobs(policy, episodes)[1] for policy in (generator, trainer))
     assert torch.equal(one, other)
     generator.model.to(torch.bfloat16)  # with its buffers: the frequencies of the positions
@@ -1444,7 +1444,6 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 @pytest.mark.parametrize(("accuracy", "num"), [(None, 1), (0.0, 20), (0.0, 0)])
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
-
     services = FakeServices()
     services.request = AsyncMock(side_effect=error)
     run = run_of(m, CFG, services)
@@ -2160,19 +2159,14 @@ def trainer_of(learned: Any, version: int = 0) -> Any:
     return SimpleNamespace(learner=learned, version=version, writer=Mock())
 
 
-def saved_run(folder: Path, **progress: Any) -> Any:
+def saved_run(**progress: Any) -> Any:
     """A run without processes, whose trainer writes checkpoints of a small learner."""
+
+    async def request(what: Any, *args: Any) -> None:
+        what(trainer, *args)
+
     trainer = trainer_of(learner())
-
-    class Trainer:
-        fails = False
-
-        async def request(self, what: Any, *args: Any) -> None:
-            if self.fails:
-                raise ActorError(OSError("No space left on device"))
-            what(trainer, *args)
-
-    run = run_of(m, CFG, Trainer())
+    run = run_of(m, CFG, SimpleNamespace(request=request))
     run.progress = m.SavedProgress(**progress)
     return run
 
@@ -2180,7 +2174,7 @@ def saved_run(folder: Path, **progress: Any) -> Any:
 def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
     assert checkpoints.newest() == ("", m.SavedProgress())
-    run = saved_run(tmp_path, num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
+    run = saved_run(num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
     for version in (1, 2, 3):
         run.progress.rows.append({"step": version, "reward": math.nan})
         asyncio.run(checkpoints.save(run))
@@ -2208,7 +2202,7 @@ def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
     for name in others | {"step_99999999.pt"}:
         (tmp_path / name).touch()
-    trainer = saved_run(tmp_path).trainer
+    trainer = saved_run().trainer
     run: Any = SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
     asyncio.run(checkpoints.save(run))
     assert [path.name for path in checkpoints.paths()] == ["step_100000000.pt"]
@@ -2241,7 +2235,7 @@ def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_trainers, lives", [(1, True), (1, False), (2, True)])
 def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, lives: bool) -> None:
     cfg = replace(CFG, checkpoint="RUN", max_staleness=0, trainers=num_trainers)
-    run = run_of(m, cfg, saved_run(tmp_path).trainer)
+    run = run_of(m, cfg, saved_run().trainer)
     run.trainer.ready = lambda: [run] * lives
     run.draw = Mock(side_effect=ActorError(ValueError("a")))
     checkpoints = m.Checkpoints(tmp_path)
@@ -2252,10 +2246,11 @@ def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, l
 
 def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path)
-    run = saved_run(tmp_path)
+    run = saved_run()
     run.progress.rows.append({})
     assert asyncio.run(checkpoints.save(run))
-    run.trainer.fails = True
+    full = ActorError(OSError("No space left on device"))
+    run.trainer.request = AsyncMock(side_effect=full)
     run.progress.rows.append({})
     assert not asyncio.run(checkpoints.save(run))
     assert "step 2 is not saved: " in capsys.readouterr().out
