@@ -949,6 +949,13 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     assert m.k3(recorded, recomputed).max() < 1e-10
 
 
+def test_a_later_turn_repeats_no_end_that_was_sampled() -> None:
+    for is_truncated, wanted in ((False, [7, 5, 8]), (True, [7, 5, 5, 8])):
+        episode = m.Episode(PROMPT, ids=[7, 5], truncated=[is_truncated])
+        episode.add_prompt([5, 8])
+        assert episode.ids == wanted
+
+
 def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> None:
     policy = policy_of()
     one, same, other = [
@@ -1672,9 +1679,8 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     async def fails() -> None:
         raise KeyError("no g")
 
-    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "c": lambda: None}
-    results |= {"d": lambda: math.nan, "e": lambda: sys.exit(3), "g": fails}
-    results |= {"f": lambda: asyncio.sleep(0, 0.25), "h": lambda: asyncio.sleep(0)}
+    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "e": lambda: sys.exit(3)}
+    results |= {"f": lambda: asyncio.sleep(0, 0.25), "g": fails, "h": lambda: asyncio.sleep(0)}
     task = SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     group = [(PROMPT, [response]) for response in results]
@@ -2607,9 +2613,8 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
 def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape))
     network = m.value_network(policy)
-    body = policy.model.base_model.state_dict()
-    for name, tensor in network.base_model.state_dict().items():
-        torch.testing.assert_close(tensor, body[name])
+    bodies = [model.base_model.state_dict() for model in (network, policy.model)]
+    torch.testing.assert_close(*bodies)
     assert not network(torch.tensor([[3, 4, 5]])).logits.any()
     assert {p.dtype for p in network.parameters()} == {torch.float32}
 
