@@ -2777,10 +2777,20 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    model, loaded = called(where, load, name, dtype=dtype, output_loading_info=True)
-    for kind, names in loaded.items():
-        if "keys" in kind and names:
-            raise UsageError(f"{where}: {kind}: {[*names][:3]}")
+    # transformers then lists mismatched weights, too.
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, loaded = called(where, load, name, dtype=dtype, **how)
+    wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
+    wrong["not finite"] = [n for n, p in model.named_parameters() if not p.isfinite().all()]
+    # Only special tokens (of images) may lack an embedding.
+    num_embeddings = model.get_input_embeddings().num_embeddings
+    special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+    for word, i in tokenizer.get_vocab().items():
+        if i >= num_embeddings and i not in special:
+            wrong["without an embedding"] = [word]
+    for kind, names in wrong.items():
+        if names:
+            raise UsageError(f"{where}: {kind}: {names[:3]}")
     return tokenizer, model
 
 
@@ -3001,17 +3011,23 @@ def load_python(spec: str) -> Any:
     """Returns NAME of FILE.py:NAME. Raises UsageError."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
-    if not (path.endswith(".py") and file.is_file()):
-        raise UsageError(f'{spec}: no FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
-    # Last: a user's file hides no module.
-    sys.path.append(str(file.parent))
+    if not path.endswith(".py"):
+        raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
+    if not file.is_file():
+        raise UsageError(f"{file}: no such file")
+    # After Python's library, before installed packages.
+    packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
+    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
     # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # A user's random.py would give Python's module.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
-    return called(spec, getattr, module, name)
+    loaded = called(spec, getattr, module, name)
+    if not callable(loaded):
+        raise UsageError(f"{spec}: not callable: {loaded!r}")
+    return loaded
 
 
 @dataclass
@@ -3045,7 +3061,11 @@ def user_task(cfg: Flags) -> Task:
 
 @cache
 def make_task(name: str, reward: str, seed: int) -> Task:
-    scorer = load_python(reward) if reward not in ("", "model") else None
+    scorer = None
+    if reward not in ("", "model"):
+        scorer = load_python(reward)
+        where = f"--reward {reward}: not (prompt, response, answer)"
+        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
     if name == "repeat":
         return UserTask(WordTask(seed), scorer)
     if name.endswith(".jsonl"):
@@ -3184,6 +3204,8 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
+    if hasattr(result, "tolist"):  # tensor or array
+        result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import functools
 import html
 import importlib.util
 import inspect
@@ -31,9 +30,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-import types
 import unicodedata
 import uuid
 from collections import Counter
@@ -42,6 +41,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
@@ -79,7 +79,7 @@ def changed(folder: Path, stage: str, name: str = "monarch_rl") -> Path:
 def without(tmp_path: Path, monkeypatch: Any) -> Any:
     """Of a stage: the module without its mechanism."""
 
-    def load(stage: str) -> types.ModuleType:
+    def load(stage: str) -> ModuleType:
         folder = tmp_path / f"without_{stage}"
         folder.mkdir()
         spec = importlib.util.spec_from_file_location(folder.name, changed(folder, stage))
@@ -103,34 +103,51 @@ def processes(mark: str) -> dict[int, str]:
     return found
 
 
-def left(mark: str) -> list[str]:
-    """The processes with this mark, after they have had some time to end."""
-    for _ in range(100):
-        if not processes(mark):
-            break
-        time.sleep(0.1)
-    return [*processes(mark).values()]
+class Command:
+    """A command that runs in a folder. Its output goes to a file."""
 
+    def __init__(self, folder: Path, words: str, script: str = "", **environment: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.file = tempfile.NamedTemporaryFile()
+        command = f"{sys.executable} {FILE} {words}"
+        script = script.replace("python monarch_rl.py --train ... --checkpoint RUN", command)
+        self.process = subprocess.Popen(
+            ["bash", "-c", script or f"exec {command}"],
+            cwd=folder,
+            env=os.environ | {MARK: self.mark} | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self.file,
+            stderr=subprocess.STDOUT,
+        )
 
-def run(*args: str, folder: Path, file: Path = FILE) -> subprocess.CompletedProcess[str]:
-    """Runs the file as a command; none of its processes may be left."""
-    mark = uuid.uuid4().hex
-    own = {MARK: mark} if file == FILE else {MARK: mark, "PYTHONPATH": f"{FOLDER}:{file.parent}"}
-    kinds: Any = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    words = [sys.executable, str(file), *args]
-    found = subprocess.run(words, cwd=folder, env=os.environ | own, timeout=600, **kinds)
-    assert left(mark) == []
-    return found
+    def output(self) -> str:
+        return Path(self.file.name).read_text()
+
+    def children(self) -> list[int]:
+        return [number for number in processes(self.mark) if number != self.process.pid]
+
+    def until(self, text: str) -> None:
+        until(lambda: text in self.output() or self.process.poll() is not None, 200)
+
+    def end(self, limit_s: float = 600) -> tuple[int, str]:
+        """Its exit status and its output. No process of it may be left."""
+        status = self.process.wait(limit_s)
+        until(lambda: not processes(self.mark), 10)
+        return status, self.output()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def done(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    found = run(*words.split(), folder=folder)
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found
+def done(words: str, folder: Path) -> None:
+    status, output = Command(folder, words).end()
+    assert status == 0, output
+
+
+def have_same_weights(*folders: Path) -> bool:
+    one, other = [load(folder).state_dict() for folder in folders]
+    return all(torch.equal(other[name], tensor) for name, tensor in one.items())
 
 
 def until(holds: Any, seconds: float = 60.0) -> Any:
@@ -179,25 +196,6 @@ def held(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(value) for tensor in tensors.values() for value in tensor.flatten()}
 
 
-def versions_seen(module: Any, between: int) -> list[bool]:
-    """Whether a reader still has what it pulled, each time that `between` more versions came."""
-    mine, theirs = weights(1), weights(0)
-    writer = module.WeightWriter(mine, 1)
-    reader = module.WeightReader(writer.handle, 0, theirs)
-    assert reader.pull() == -1
-    assert held(theirs) == {0.0}
-    seen = []
-    for version in range(1, 30):
-        for tensor in mine.values():
-            tensor.data.fill_(version)
-        published(writer, version)
-        if version % between == 1:
-            assert reader.pull() == version
-            pulled = version
-        seen.append(held(theirs) == {float(pulled)})
-    return seen
-
-
 def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
     writer = m.WeightWriter(weights(0), 1)
     reader = m.WeightReader(writer.handle, 0, weights(0))
@@ -209,18 +207,23 @@ def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
 
 
 def test_a_reader_gets_a_version_and_keeps_it_until_its_next_pull(without: Any) -> None:
-    assert all(versions_seen(m, 3))
-    assert not all(versions_seen(without("weight_sync"), 3))
+    def keeps_them(module: Any) -> bool:
+        mine, theirs = weights(0), weights(0)
+        writer = module.WeightWriter(mine, 1)
+        reader = module.WeightReader(writer.handle, 0, theirs)
+        assert reader.pull() == -1
+        seen = []
+        for version in range(1, 30):
+            for tensor in mine.values():
+                tensor.fill_(version)
+            published(writer, version)
+            if version % 3 == 1:
+                assert reader.pull() == version
+            seen.append(held(theirs) == {version - (version - 1) % 3})
+        return all(seen)
 
-
-def test_the_successor_of_a_dead_reader_takes_its_lease_over() -> None:
-    writer = m.WeightWriter(weights(1), 1)
-    published(writer, 1)
-    m.WeightReader(writer.handle, 0, weights(0)).pull()
-    dead = writer.arena.words[m.Arena.LEASES]
-    published(writer, 2)
-    assert m.WeightReader(writer.handle, 0, weights(0)).pull() == 2
-    assert (2, writer.arena.words[m.Arena.LEASES]) == writer.arena.lease(0) != (2, dead)
+    assert keeps_them(m)
+    assert not keeps_them(without("weight_sync"))
 
 
 def test_a_slot_may_have_another_dtype() -> None:
@@ -358,26 +361,12 @@ def random_layouts(num: int) -> Iterator[tuple[Any, Any, Any]]:
         yield shape, mesh, [rng.choice(choices) for _ in mesh]
 
 
-def ranks_of(mesh: Any) -> Iterator[tuple[int, ...]]:
-    return itertools.product(*[range(size) for size in mesh])
-
-
 def box_of_dtensor(shape: Any, mesh: Any, rank: Any, placements: Any) -> Any:
-    """The same by DTensor; a box without elements may begin anywhere."""
+    """The part of a tensor that DTensor has on a rank."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(rank), placements)
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-
-
-def test_boxes_are_those_of_dtensor() -> None:
-    for shape, mesh, placements in random_layouts(500):
-        whole = torch.arange(math.prod(shape)).view(shape)
-        for rank in ranks_of(mesh):
-            found = m.box_of(shape, mesh, placements, rank)
-            wanted = box_of_dtensor(shape, mesh, rank, placements)
-            assert whole[found].shape == whole[wanted].shape
-            assert whole[found].numel() == 0 or found == wanted
 
 
 def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
@@ -386,13 +375,13 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     layout = module.layout_of({"a": whole})
     slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
     num_bytes = 0
-    for rank in ranks_of(mesh):
+    for rank in itertools.product(*[range(size) for size in mesh]):
         local = whole[box_of_dtensor(shape, mesh, rank, placements)]
-        tensor = types.SimpleNamespace(placements=placements, to_local=lambda local=local: local)
-        tensor.device_mesh = types.SimpleNamespace(shape=mesh)
+        tensor = SimpleNamespace(placements=placements, to_local=lambda local=local: local)
+        tensor.device_mesh = SimpleNamespace(shape=mesh)
         tensor.device_mesh.get_coordinate = lambda rank=rank: list(rank)
         writer = object.__new__(module.ShardedWriter)
-        writer.handle = types.SimpleNamespace(layout=layout)
+        writer.handle = SimpleNamespace(layout=layout)
         writer.tensors = {"a": tensor}
         writer.written_bytes = 0
         writer.write(slot)
@@ -402,7 +391,7 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
 
 
 def test_each_element_is_written_once(without: Any) -> None:
-    layouts = list(random_layouts(300))
+    layouts = list(random_layouts(400))
     assert {written(m, *layout) for layout in layouts} == {1.0}
     broken = without("reshard")
     assert any(written(broken, *layout) > 1 for layout in layouts)
@@ -461,24 +450,18 @@ def test_the_clip_stops_a_token_on_its_way_out_only(without: Any) -> None:
 
 
 def test_no_token_outweighs_a_batch() -> None:
+    zero = torch.zeros(1)
     for age, gain in itertools.product([-60.0, -3.0, 0.0, 3.0, 60.0], [-1.0, 1.0]):
-        logp, recorded, gain = torch.zeros(1), torch.tensor([-age]), torch.tensor([gain])
-        # logp is near, as in the first pass over a batch.
-        for loss, bound in (("ppo", 3.0), ("decoupled", m.MAX_RATIO)):
-            found = gradient(loss, logp, recorded, logp, gain)
-            assert torch.isfinite(found).all()
-            assert float(found.abs()) <= bound + 1e-6
-    # In later passes decoupled clips what this batch did.
-    for moved in (0.5, 3.0, 60.0):
-        zero, good = torch.zeros(1), torch.ones(1)
-        assert float(gradient("decoupled", zero + moved, zero - 9, zero, good).abs()) == 0
+        assert float(gradient("ppo", zero, zero - age, zero, zero + gain).abs()) <= 3 + 1e-6
 
 
 def test_decoupled_weighs_by_age_and_clips_what_this_batch_moved() -> None:
+    ages, moves = [-60.0, -1.0, 0.0, 0.5, 3.0, 60.0], [-0.5, 0.0, 0.1, 0.5, 3.0, 60.0]
     zero = torch.zeros(1)
-    for age, moved in itertools.product([-1.0, 0.0, 0.5, 3.0], [-0.5, 0.0, 0.1, 0.5]):
-        found = float(gradient("decoupled", zero + moved, zero - age, zero, torch.ones(1)))
-        wanted = -min(math.exp(age), 2) * math.exp(moved) if moved < 0.5 else 0
+    for age, moved, gain in itertools.product(ages, moves, [-1.0, 1.0]):
+        logp = zero + gain * moved
+        found = float(gradient("decoupled", logp, zero - age, zero, zero + gain))
+        wanted = -gain * min(math.exp(age), 2) * float(logp.exp()) if moved < 0.5 else 0
         assert found == pytest.approx(wanted)
 
 
@@ -505,8 +488,8 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_kl() -> None:
     rng = torch.Generator().manual_seed(0)
     q = torch.randn(9, generator=rng).log_softmax(-1)
     table = torch.randn(9, generator=rng).requires_grad_()
-    reference: Any = types.SimpleNamespace(token_logprobs=lambda *_: (q, None))
-    batch = types.SimpleNamespace(ids=None, is_sampled=None)
+    reference: Any = SimpleNamespace(token_logprobs=lambda *_: (q, None))
+    batch = SimpleNamespace(ids=None, is_sampled=None)
     logp = table.log_softmax(-1)
     p = logp.detach().exp()  # all tokens, as often as they would be sampled
     found = torch.autograd.grad((p * m.divergence(reference, 1.0, batch, logp)).sum(), table)[0]
@@ -534,10 +517,17 @@ def parameters(learned: Any) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(learned.policy.model.parameters()).detach().clone()
 
 
-def episodes_of(learned: Any, num_prompts: int = 4) -> list[Any]:
-    task = m.LetterTask(learned.cfg.seed)
-    prompts = [task.prompt(number) for number in range(num_prompts)]
-    episodes = m.rollout(learned.policy, m.new_episodes(prompts, 4), 0)
+def letters(num: int) -> list[m.Prompt]:
+    """Prompts of two turns for the tiny policy."""
+    return [m.LetterTask(CFG.seed).prompt(number) for number in range(num)]
+
+
+def sampled(policy: Any, prompts: list[m.Prompt], group_size: int, seed: int | None) -> list[Any]:
+    return m.rollout(policy, m.new_episodes(prompts, group_size), seed)
+
+
+def episodes_of(learned: Any) -> list[Any]:
+    episodes = sampled(learned.policy, letters(4), 4, 0)
     for place, episode in enumerate(episodes):
         episode.rewards = [place % 4 / 8, place % 3 / 8]
     return episodes
@@ -548,23 +538,22 @@ def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
 
 
 def advantages_of(episodes: list[Any], kind: Any) -> Any:
-    learned: Any = types.SimpleNamespace(cfg=replace(CFG, advantage=kind))
+    learned: Any = SimpleNamespace(cfg=replace(CFG, advantage=kind))
     return m.Learner.advantages(learned, episodes)
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
-    task = m.LetterTask(CFG.seed)
     rewards = [[[0.25, 0.5], [0.0, 1.0]], [[0.5, 0.0], [0.5, 0.25]]]
     turn_of = [[0, 1, 1, 0, 2], [0, 0, 1, 0, 0, 2, 2]]
     episodes = []
     for number, group in enumerate(rewards):
         for turns, reward in zip(turn_of, group, strict=True):
-            episodes.append(m.Episode(task.prompt(number), turn_of=turns, rewards=reward))
+            episodes.append(m.Episode(letters(2)[number], turn_of=turns, rewards=reward))
     found = advantages_of(episodes, "none")
     assert found[0] == [0, 0.75, 0.75, 0, 0.5]
     assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
     # A conversation that an environment has ended earlier: its last turn is compared with nothing.
-    ended = m.Episode(task.prompt(1), turn_of=[0, 1], rewards=[1.0])
+    ended = m.Episode(letters(2)[1], turn_of=[0, 1], rewards=[1.0])
     for kind in ("group", "leave_one_out"):
         alone, other = advantages_of([episodes[3], ended], kind)
         assert (alone[5:], alone[2], other) == ([0, 0], pytest.approx(-other[1]), [0, other[1]])
@@ -580,12 +569,12 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     found = []
     for tokens in (8192, 40):
         one = learner(loss=loss, epochs=3, tokens_per_micro_batch=tokens, entropy=0.01)
-        one.penalty = functools.partial(m.divergence, copy.deepcopy(one.policy), 0.1)
+        one.penalty = partial(m.divergence, copy.deepcopy(one.policy), 0.1)
         episodes = episodes_of(one)
-        updates: list[int] = []
-        one.optimizer.register_step_post_hook(lambda *_, updates=updates: updates.append(1))
+        updated = Mock()
+        one.optimizer.register_step_post_hook(updated)
         stats = one.step(episodes)
-        assert len(updates) == 3
+        assert updated.call_count == 3
         assert stats.k3 < 1e-9  # of the first update, as the samples are of these weights
         assert (len(batches_of(one, episodes)) > 1) is (tokens == 40)
         found.append((parameters(one), stats))
@@ -596,42 +585,25 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     assert whole_stats.num_tokens == parts_stats.num_tokens
     assert whole_stats.grad_norm == pytest.approx(parts_stats.grad_norm, rel=1e-4)
     assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
+    assert 0.9 * math.log(19) < whole_stats.entropy < math.log(19)  # near uniform
 
 
 def test_a_step_changes_no_weights_while_the_version_before_is_copied() -> None:
     trainer = object.__new__(m.Trainer)
     trainer.setup(0, replace(CFG, generators=1), m.make_learner, 0)
     episodes = episodes_of(trainer.learner)
-    copies = threading.Event()
+    goes_on = threading.Event()
     write = trainer.writer.write
-
-    def wait_and_write(slot: torch.Tensor) -> None:
-        assert copies.wait(30)
-        write(slot)
-
-    trainer.writer.write = wait_and_write
+    trainer.writer.write = lambda slot: goes_on.wait(30) and write(slot)
     trainer.step(episodes)  # version 1, which is not copied yet
     before = parameters(trainer.learner)
     with ThreadPoolExecutor(1) as thread:
         second = thread.submit(trainer.step, episodes)
         wait([second], 1)
         assert torch.equal(parameters(trainer.learner), before)
-        copies.set()
+        goes_on.set()
         second.result(60)
     assert not torch.equal(parameters(trainer.learner), before)
-
-
-def test_equal_rewards_give_no_gradient_but_that_of_an_entropy_bonus() -> None:
-    for entropy in (0.0, 1.0):
-        one = learner(entropy=entropy)
-        before = parameters(one)
-        episodes = episodes_of(one)
-        for episode in episodes:
-            episode.rewards = [0.5, 0.5]
-        stats = one.step(episodes)
-        assert (stats.grad_norm > 0) is (entropy > 0)
-        assert torch.equal(parameters(one), before) is (entropy == 0)
-        assert 0.9 * math.log(19) < stats.entropy < math.log(19)  # a fresh policy is near uniform
 
 
 def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> None:
@@ -669,6 +641,11 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
         one.step(episodes)
         found.append(parameters(one))
     one = learner()
+    for episode in episodes:
+        episode.rewards = [0.5, 0.5]
+    assert one.step(episodes).grad_norm == 0
+    assert torch.equal(parameters(one), parameters(learner()))
+    assert learner(entropy=1.0).step(episodes).grad_norm > 0
     one.penalty = lambda batch, logp: 0 * logp  # trains all rows, too
     assert one.rows_to_train([[0.0], [1.0]]) == [0, 1]
     moved = float((found[1] - parameters(learner())).norm())
@@ -679,7 +656,7 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
 def test_micro_batches_are_cut_by_tokens() -> None:
     one = learner(tokens_per_micro_batch=1000)
     lengths = [500, 400, 300, 300, 200, 150, 50, 50, 50]  # the example of `partition`
-    rows: Any = [types.SimpleNamespace(ids=[0] * length) for length in lengths]
+    rows: Any = [SimpleNamespace(ids=[0] * length) for length in lengths]
     assert one.partition(list(range(9)), rows) == [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
     for num_tokens, num_ranks, num in itertools.product([1000, 1], [1, 2, 3, 4], [4, 5, 8, 9]):
         one.cfg = replace(one.cfg, tokens_per_micro_batch=num_tokens)
@@ -768,6 +745,7 @@ SHAPES = {  # the class of its configuration, and sizes
     "qwen3_next": ("Qwen3NextConfig", SMALL + EXPERTS),
     "lfm2": ("Lfm2Config", SMALL + "layer_types=conv,full_attention"),
 }
+BYTES = "".join(bytes_to_unicode().values())
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -804,10 +782,8 @@ def policy_of(folder: Path | None = None, **flags: Any) -> Any:
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
-    said = prompts[4].turns
-    prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), said[1]))  # rows of other lengths
-    episodes = m.rollout(policy, m.new_episodes(prompts, 3), 0)
+    longer = m.Prompt(4, (m.user_turn("abcdefghij", ""), m.user_turn("a", "")))
+    episodes = sampled(policy, [*letters(4), longer], 3, 0)
     assert len(episodes) == 15
     recorded, recomputed = m.recompute_logprobs(policy, episodes)
     assert torch.allclose(recorded, recomputed, atol=2e-3)
@@ -854,7 +830,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
 def test_both_programs_compute_the_same_in_bfloat16() -> None:
     cfg = replace(CFG, dtype="bfloat16")
     generator, trainer = (m.HubPolicy(cfg, dtype) for dtype in (torch.bfloat16, torch.float32))
-    episodes = episodes_of(types.SimpleNamespace(cfg=cfg, policy=generator))
+    episodes = episodes_of(SimpleNamespace(policy=generator))
     one, other = (m.recompute_logprobs(policy, episodes)[1] for policy in (generator, trainer))
     assert torch.equal(one, other)
     generator.model.to(torch.bfloat16)  # with its buffers: the frequencies of the positions
@@ -874,8 +850,7 @@ TEXTS += ["<end>", "x <user> y", "\n<assistant>", "[INST] response, message0of"]
 
 @pytest.mark.parametrize("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
 def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> None:
-    alphabet = "".join(bytes_to_unicode().values())
-    policy = policy_of(model_folder(tmp_path, characters=alphabet))
+    policy = policy_of(model_folder(tmp_path, characters=BYTES))
     policy.tokenizer.chat_template = template
     controls = set(policy.control_tokens.values())
     for system, text in itertools.product(["", "S <end>", "s "], TEXTS):
@@ -898,7 +873,7 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
 
 @pytest.mark.parametrize("special", [False, True])
 def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bool) -> None:
-    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    policy = policy_of(model_folder(tmp_path, characters=BYTES))
     tokenizer = policy.tokenizer
     tokenizer.add_tokens(["<turn>", "<tool>"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
@@ -931,15 +906,6 @@ def check_conversations(policy: Any, sampled: list[Any]) -> None:
         assert text == policy.tokenizer.apply_chat_template(chat, tokenize=False)
 
 
-def test_a_conversation_is_what_the_template_says() -> None:
-    policy = policy_of()
-    task = m.LetterTask(CFG.seed)
-    prompts = [task.prompt(number) for number in range(20)]
-    check_conversations(policy, m.rollout(policy, m.new_episodes(prompts, 4), 0))
-    for prompt in prompts:
-        assert task.score(prompt, [turn.answer for turn in prompt.turns]) == [0.5, 0.5]
-
-
 def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) -> None:
     class Environment(m.RetryTask):
         def reply(self, prompt: Any, responses: list[str]) -> Any:
@@ -948,17 +914,14 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
                 raise ValueError("no hint")
             if reply is None or prompt.number % 3 == 0:
                 return reply and reply.messages[0]["content"]
-            return self.later(list(reply.messages))
-
-        async def later(self, messages: Any) -> Any:
-            return messages
+            return asyncio.sleep(0, list(reply.messages))
 
     async def sample(_: str, __: Any, at_least: int, episodes: Any, seed: int) -> Any:
         seeds.append(seed)
         return m.rollout(policy, copy.deepcopy(episodes), seed, len(seeds))
 
     async def reply(what: Any, conversations: Any) -> Any:
-        worker = types.SimpleNamespace(call_task=functools.partial(m.call_task, CFG))
+        worker = SimpleNamespace(call_task=partial(m.call_task, CFG))
         return await asyncio.to_thread(what, worker, conversations)
 
     policy = policy_of()
@@ -966,8 +929,8 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     run = run_of(m, replace(CFG, max_turns=3), None)
     run.set_task(task)
-    run.generators = types.SimpleNamespace(request=sample)
-    run.reward_workers = types.SimpleNamespace(request=reply)
+    run.generators = SimpleNamespace(request=sample)
+    run.reward_workers = SimpleNamespace(request=reply)
     prompts = [task.prompt(number) for number in range(25)]
     seeds: list[int] = []
     sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
@@ -994,44 +957,40 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
 
 def test_a_later_turn_repeats_no_end_that_was_sampled() -> None:
     for is_truncated, wanted in ((False, [7, 5, 8]), (True, [7, 5, 5, 8])):
-        episode = m.Episode(PROMPT, 0, [7, 5], [0, 1], [0.0, -1.0], ["a"], [is_truncated])
+        episode = m.Episode(PROMPT, ids=[7, 5], truncated=[is_truncated])
         episode.add_prompt([5, 8])
         assert episode.ids == wanted
 
 
 def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> None:
     policy = policy_of()
-    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(5)]
-
-    def sampled(seed: int | None) -> list[list[int]]:
-        return [episode.ids for episode in m.rollout(policy, m.new_episodes(prompts, 2), seed)]
-
-    assert sampled(1) == sampled(1) != sampled(2)
-    for episode in m.rollout(policy, m.new_episodes(prompts, 2), None):
+    one, same, other = [
+        [episode.ids for episode in sampled(policy, letters(5), 2, seed)] for seed in (1, 1, 2)
+    ]
+    assert one == same != other
+    for episode in sampled(policy, letters(5), 2, None):
         logits = policy.forward(torch.tensor([episode.ids]))[0, :-1]
         pairs = zip(logits.argmax(-1).tolist(), episode.ids[1:], episode.turn_of[1:], strict=True)
         assert all(likeliest == token for likeliest, token, turn in pairs if turn)
 
 
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
-    def sampled_with(module: Any) -> set[int]:
+    def versions_with(module: Any) -> set[int]:
         generator = object.__new__(module.Generator)
         generator.setup(0, CFG, module.Policy, module.WeightReader)
         policy = module.Policy(CFG)
         writer = module.WeightWriter(dict(policy.model.named_parameters()), 1)
         published(writer, 0)
-        prompts = [module.LetterTask(CFG.seed).prompt(0)]
+        new = module.new_episodes(letters(1), 2)
         with ThreadPoolExecutor(1) as thread:
-            new = m.new_episodes(prompts, 2)
             asked = thread.submit(generator.rollout, writer.handle, 2, new, 0)
             for version in (1, 2):
                 wait([asked], 0.5)
                 published(writer, version)
-            episodes = asked.result(60)
-        return {e.version for e in episodes}
+            return {episode.version for episode in asked.result(60)}
 
-    assert sampled_with(m) == {2}
-    assert sampled_with(without("sync_rl")) == {0}
+    assert versions_with(m) == {2}
+    assert versions_with(without("sync_rl")) == {0}
 
 
 def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path: Path) -> None:
@@ -1049,7 +1008,7 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
     of_template = tokenizer.convert_tokens_to_ids("<turn>")
     assert policy.end_ids[0] == of_template  # supervised responses end like this
     assert set(policy.end_ids) == {of_template, 2, 5}
-    right = m.episode_with(policy, m.LetterTask(CFG.seed).prompt(0), ["abc", "a"])
+    right = m.episode_with(policy, letters(1)[0], ["abc", "a"])
     assert right.ids[-1] == of_template
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     model.config.rope_parameters |= {**rope, "original_max_position_embeddings": 24}
@@ -1060,7 +1019,7 @@ def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> None:
     policy = policy_of()
     policy.tokenizer.chat_template = "<user>{{ messages[-1].content }}<end><assistant>"
-    prompt = m.LetterTask(CFG.seed).prompt(0)
+    (prompt,) = letters(1)
     with pytest.raises(m.UsageError, match="changes earlier turns"):
         policy.prompt_ids(prompt, 1)
     tool = ({"role": "tool", "content": "Be kind."}, *prompt.turns[0].messages)
@@ -1078,22 +1037,14 @@ class FakeWorker:
         self.script = script
         self.child = child
         self.name = name
-        self.answers_pings = True
-        self.has_stopped = False
-        self.run = types.SimpleNamespace(call=self.called)
-        self.ping = types.SimpleNamespace(call=self.pinged)
+        self.run = SimpleNamespace(call=self.called)
+        self.ping = SimpleNamespace(call=AsyncMock())
+        self.stop = AsyncMock()
 
     async def called(self, what: Any, *args: Any) -> dict[int, Any]:
         method = what if isinstance(what, str) else what.__name__
         result = self.script(self, method, *args)
         return {0: await result if inspect.isawaitable(result) else result}
-
-    async def pinged(self) -> None:
-        while not self.answers_pings:
-            await asyncio.sleep(0.01)
-
-    async def stop(self) -> None:
-        self.has_stopped = True
 
     def die(self) -> Any:
         self.child.kill()
@@ -1110,15 +1061,18 @@ def serve(monkeypatch: Any) -> Any:
         async def start(pool: Any, num_ranks: int) -> Any:
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             children.append(child)
-            mesh = types.SimpleNamespace(stop=lambda: asyncio.sleep(0))
+            mesh = SimpleNamespace(stop=lambda: asyncio.sleep(0))
             mesh.spawn = lambda name, _: FakeWorker(script, child, name.rpartition("_")[0])
             return module.Processes(mesh, [child.pid])
 
         monkeypatch.setattr(module.Pool, "start", start)
         pool = module.WarmPool()
         number = options.pop("num_replicas", 2)
+        begins = options.pop("begins", True)
         service = module.Service(module.Worker, number, pool, **options)
         try:
+            if begins:
+                await service.begin()
             return await work(service)
         finally:
             await service.close()
@@ -1146,12 +1100,11 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
             return worker.die()
         if fate < 0.1 and befell["stands still"] == 0:
             befell["stands still"] += 1
-            worker.answers_pings = False
+            worker.ping.call = lambda: asyncio.sleep(1000)
             return asyncio.sleep(1000)
         return asyncio.sleep(0.01 * rng.random(), 2 * args[0])
 
     async def work(service: Any) -> list[int]:
-        await service.begin()
         found = []
         for start in range(0, 300, 30):
             numbers = range(start, start + 30)
@@ -1167,20 +1120,26 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
     assert min(befell.values()) > 0
 
 
-def test_an_exception_is_the_callers_and_no_loss(serve: Any, without: Any) -> None:
+def test_an_exception_or_three_losses_are_the_callers(serve: Any, without: Any) -> None:
     def script(worker: Any, method: str, *args: Any) -> Any:
         num_asked[method] += 1
         if method == "bad":
             raise ActorError(ValueError("a bad request"))
-        return worker.die() if method == "deadly" and num_asked[method] == 1 else 7
+        is_deadly = method == "fatal" or (method == "deadly" and num_asked[method] == 1)
+        return worker.die() if is_deadly else 7
 
     async def work(service: Any) -> None:
-        await service.begin()
         with pytest.raises(ActorError, match="a bad request"):
             await service.request("bad")
         assert num_asked["bad"] == 1  # no other replica is asked
         assert len(service.replicas) == 2
         assert await service.request("deadly") == 7  # of another one
+        with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
+            await service.request("fatal")
+        assert num_asked["fatal"] == 3
+        while len(service.failures) < 4:
+            await asyncio.sleep(0.01)
+        assert await service.request("harmless") == 7  # and the service lives on
 
     num_asked: Counter[str] = Counter()
     serve(script, work)
@@ -1199,45 +1158,22 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
             goes_on.set()
         return goes_on.wait()
 
-    async def work(service: Any) -> None:
-        await service.begin()
-        await asyncio.gather(*[service.request("work") for _ in range(9)])
-
     served_by: list[str] = []
     goes_on = asyncio.Event()
+    work = lambda service: asyncio.gather(*[service.request("work") for _ in range(9)])  # noqa: E731
     serve(script, work, num_replicas=3)
     assert set(Counter(served_by).values()) == {3}
 
 
-def test_a_request_that_kills_its_replicas_is_given_up(serve: Any) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        num_asked[method] += 1
-        return worker.die() if method == "deadly" else 7
-
-    async def work(service: Any) -> int:
-        await service.begin()
-        with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
-            await service.request("deadly")
-        while len(service.failures) < 3:
-            await asyncio.sleep(0.01)
-        return await service.request("harmless")  # and the service lives on
-
-    num_asked: Counter[str] = Counter()
-    assert serve(script, work) == 7
-    assert num_asked["deadly"] == 3
-
-
 def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        if method != "work":
-            return None
-        served_by.append(worker.name)
-        if len(served_by) == 1:
-            replicas[int(worker.name[-1])].lose("is gone")
+    def script(worker: Any, method: str, *args: Any) -> str:
+        if method == "work":
+            served_by.append(worker.name)
+            if len(served_by) == 1:
+                replicas[int(worker.name[-1])].lose("is gone")
         return worker.name
 
     async def work(service: Any) -> Any:
-        await service.begin()
         replicas.update(service.replicas)
         return await service.request("work")
 
@@ -1260,17 +1196,13 @@ def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, rais
                 await call()
 
     num_setups = [0, 0]
-    serve(script, work)
+    serve(script, work, begins=False)
     assert max(num_setups) == (1 if raises else 3)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
-    def script(worker: Any, method: str, *args: Any) -> Any:
-        return 7
-
     async def work(service: Any) -> int:
-        await service.begin()
         replica = service.replicas[0]
         replica.worker.child.kill()
         await asyncio.wait([replica.lost])
@@ -1278,10 +1210,10 @@ def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
 
     kinds = {"num_replicas": 1, "replaces": replaces}
     if replaces:
-        assert serve(script, work, **kinds) == 7
+        assert serve(lambda *_: 7, work, **kinds) == 7
     else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
-            serve(script, work, **kinds)
+            serve(lambda *_: 7, work, **kinds)
     run = m.Run(CFG, m.Pool())
     assert [service.replaces for service in run.services] == [False, True, True]
     for service in run.services:  # all have begun, and the trainer is lost
@@ -1300,14 +1232,13 @@ def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch:
         return worker.die() if method == "release" and worker.name == "worker_2" else None
 
     async def work(service: Any) -> None:
-        await service.begin()
         replicas = dict(service.replicas)
         replicas[3].in_flight["a request"] = 0.0
         monkeypatch.setattr(m, "wait_for", lambda work, seconds: wait_for(work, seconds / 10))
         await service.close()
         pool, reused = service.pool, replicas[1].processes
         assert pool.idle == [reused]
-        assert replicas[1].worker.has_stopped
+        assert replicas[1].worker.stop.called
         for number in (0, 2, 3):
             assert replicas[number].worker.child.wait(10) == -signal.SIGKILL
         pool.idle += [await pool.start(2), await pool.start(1), await pool.start(1)]
@@ -1323,7 +1254,7 @@ def test_a_main_process_that_stood_still_takes_no_worker_for_hung() -> None:
         await asyncio.sleep(0.01)  # and is read after it
 
     async def detected() -> set[Any]:
-        worker = types.SimpleNamespace(ping=types.SimpleNamespace(call=answer))
+        worker = SimpleNamespace(ping=SimpleNamespace(call=answer))
         detector = asyncio.ensure_future(m.until_unresponsive(worker, 0.4))
         await asyncio.sleep(0.001)
         time.sleep(0.5)
@@ -1341,11 +1272,13 @@ def test_a_process_that_has_just_died_is_noticed() -> None:
 # == the loops =====================================================================================
 
 
+SMALL_RUN = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
+
+
 class FakeServices:
     """Samples and trains after random delays; loses some groups."""
 
-    def __init__(self, module: Any, seed: int, loses: bool) -> None:
-        self.module = module
+    def __init__(self, seed: int = 0, loses: bool = False) -> None:
         self.rng = random.Random(seed)
         self.loses = loses
         self.version = 0
@@ -1364,12 +1297,12 @@ class FakeServices:
         version = self.version
         await asyncio.sleep(min(0.1, 0.0005 * self.rng.paretovariate(0.7)))
         if self.loses and self.rng.random() < 0.05:
-            raise self.module.ReplicaLost("generator_0 has died")
+            raise m.ReplicaLost("generator_0 has died")
         found = []
         for prompt in {episode.prompt.number: episode.prompt for episode in asked}.values():
             if not (self.loses and self.rng.random() < 0.1):
                 row = (version, [1, 2], [0, 1], [0.0, -1.0], ["a"], [False])
-                found += [self.module.Episode(prompt, *row) for _ in range(2)]
+                found += [m.Episode(prompt, *row) for _ in range(2)]
         return found
 
     async def score(self, groups: list[Any]) -> list[Any]:
@@ -1381,12 +1314,12 @@ class FakeServices:
             await asyncio.sleep(0.001 * self.rng.random())
             self.version += 1
         self.prompts += [episode.prompt for episode in episodes]
-        return self.module.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
+        return m.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
 
 
 def run_of(module: Any, cfg: Any, services: Any) -> Any:
     """A run without processes."""
-    report = types.SimpleNamespace(pool=module.Pool(), folder=Path("."))
+    report = SimpleNamespace(pool=module.Pool(), folder=Path("."))
     run = module.UserRun(cfg, report, Path("."), None, module.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
@@ -1396,8 +1329,7 @@ def run_of(module: Any, cfg: Any, services: Any) -> Any:
 
 def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps. With a staleness of 0 it is synchronous."""
-    cfg = replace(module.Flags(), prompts_per_step=4, generators=3, group_size=2)
-    run = run_of(module, cfg, FakeServices(module, seed, loses))
+    run = run_of(module, SMALL_RUN, FakeServices(seed, loses))
     loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
     asyncio.run(asyncio.wait_for(loop, 120))
     return run
@@ -1430,19 +1362,35 @@ def test_without_the_rule_samples_grow_too_old(without: Any) -> None:
     assert sum(run.progress.rows[-1]["dropped"] for run in runs) > 0  # before its end
 
 
-def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
-    def episode_with(policy: Any, prompt: Any, responses: Any) -> Any:
-        seen.append(prompt)
-        return right(policy, prompt, responses)
+def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> None:
+    class Services(FakeServices):
+        async def rollout(self, _: Any, at_least: int, asked: list[Any], seed: int) -> Any:
+            sizes.append(len({episode.prompt.number for episode in asked}))
+            seeds.append(seed)
+            return await super().rollout(_, at_least, asked)
 
-    cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
-    run = run_of(m, cfg, FakeServices(m, 0, False))
+        async def score(self, groups: list[Any]) -> list[Any]:
+            return [["no reward", [1.0]] for _ in groups]
+
+    seeds: list[int] = []
+    for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
+        sizes: list[int] = []
+        run = run_of(m, CFG, Services())
+        groups = asyncio.run(run.sample_and_score(letters(128), num_samples, num_samples))
+        assert (max(sizes), sum(sizes)) == (most, 128)
+        # One episode of a larger group is left out.
+        assert [len(group) for group in groups] == [1] * (128 if num_samples == 1 else 0)
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
+    run = run_of(m, SMALL_RUN, FakeServices())
     asyncio.run(m.train_async(run, 2, 60))
     asyncio.run(m.train_sync(run, 20))
-    seen: list[Any] = []
-    right = m.episode_with
-    monkeypatch.setattr(m, "episode_with", episode_with)
-    m.sft(learner(prompts_per_step=4), m.training_prompts(m.LetterTask(cfg.seed)), 10)
+    supervised = Mock(wraps=m.episode_with)
+    monkeypatch.setattr(m, "episode_with", supervised)
+    m.sft(learner(prompts_per_step=4), m.training_prompts(run.task), 10)
+    seen = [call.args[1] for call in supervised.call_args_list]
     assert len(seen) == 160
     trained_on = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
     held_out = {str(prompt.turns) for prompt in run.held_out}
@@ -1455,8 +1403,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     tmp_path: Path, capsys: Any
 ) -> None:
     async def interrupt() -> Any:
-        cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2)
-        run = run_of(m, cfg, FakeServices(m, 0, False))
+        run = run_of(m, replace(SMALL_RUN, generators=1), FakeServices())
         run.log = open(tmp_path / "log", "w", buffering=1)
         run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
@@ -1488,13 +1435,13 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
     class Refusing(FakeServices):
         async def request(self, method: Any, *args: Any) -> Any:
             if callable(method):
-                return method(types.SimpleNamespace(policy=policy), *args)
+                return method(SimpleNamespace(policy=policy), *args)
             if method == "rollout" and "content': 'b'" in str(args):
                 raise ActorError(m.UsageError("the template"))
             return await super().request(method, *args)
 
     for texts in ("abcb", "bb"):
-        run = run_of(m, CFG, Refusing(m, 0, False))
+        run = run_of(m, CFG, Refusing())
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
         assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
@@ -1510,41 +1457,15 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 @pytest.mark.parametrize(("accuracy", "num"), [(None, 2), (0.0, 20), (0.0, 0)])
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, num: int) -> None:
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
-
-    class Dead(FakeServices):
-        async def request(self, *_: Any) -> Any:
-            raise error
-
-    run = run_of(m, CFG, Dead(m, 0, False))
+    services = FakeServices()
+    services.request = AsyncMock(side_effect=error)
+    run = run_of(m, CFG, services)
     if num:  # an evaluation does not end it, but counts
         assert asyncio.run(run.evaluate()) is None
     run.progress.heldout.append((0, accuracy))
     wanted = (m.RunError, f"^{num} requests .*generator_0 has died") if num else (KeyError, "unfor")
     with pytest.raises(wanted[0], match=wanted[1]):
         asyncio.run(asyncio.wait_for(loop(run), 60))
-
-
-def test_requests_have_at_most_64_prompts_and_512_rows_and_groups_two_episodes() -> None:
-    class Services(FakeServices):
-        async def rollout(self, *args: Any) -> Any:
-            asked.append((len(args[2]) // group_size, args[3]))
-            return await super().rollout(*args)
-
-        async def score(self, groups: list[Any]) -> list[Any]:
-            return [["no reward", [1.0]] for _ in groups]
-
-    asked: list[Any] = []
-    seeds: list[int] = []
-    run = run_of(m, replace(CFG, generators=1), Services(m, 0, False))
-    prompts = [run.task.prompt(number) for number in range(128)]
-    for group_size, most, wanted in ((2, 64, []), (1, 64, [1] * 128), (16, 32, []), (1000, 1, [])):
-        groups = asyncio.run(run.sample_and_score(prompts, group_size, group_size))
-        assert [len(group) for group in groups] == wanted  # 1 of 2 is left out
-        sizes = [size for size, _ in asked]
-        assert (max(sizes), sum(sizes)) == (most, 128)
-        seeds += [seed for _, seed in asked]
-        asked.clear()
-    assert len(set(seeds)) == len(seeds)  # each has its own
 
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
@@ -1554,21 +1475,20 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
         async def step(self, episodes: list[Any]) -> Any:
             for rank in range(4):
-                learner = m.UserLearner(policy, cfg, rank)
-                batches = learner.micro_batches(episodes, learner.advantages(episodes))
+                batches = batches_of(m.UserLearner(policy, cfg, rank), episodes)
                 assert all(len(batch.ids) > 0 for batch in batches)
             return await super().step(episodes)
 
-    cfg = replace(CFG, prompts_per_step=4, generators=1, group_size=2, trainers=4)
+    cfg = replace(SMALL_RUN, generators=1, trainers=4)
     policy = policy_of()
-    run = run_of(m, cfg, Services(m, 0, False))
+    run = run_of(m, cfg, Services())
     asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
 
 
 def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
     letters = map(m.LetterTask(CFG.seed).prompt, itertools.count())
     held_out = next(prompt for prompt in letters if prompt.is_held_out)
-    same: Any = types.SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
+    same: Any = SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
     monkeypatch.setattr(m, "user_task", lambda cfg: same)
     with pytest.raises(m.UsageError, match="held out"):
         run_of(m, CFG, None)
@@ -1581,7 +1501,7 @@ def groups_with(*rewards: list[float]) -> list[Any]:
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
     groups = groups_with([1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1])
-    run: Any = types.SimpleNamespace(held_out=[0] * 4, num_too_long=0)
+    run: Any = SimpleNamespace(held_out=[0] * 4, num_too_long=0)
     run.sample_and_score = lambda *_, **__: asyncio.sleep(0, groups)
     run.evaluate = lambda: asyncio.sleep(0, 0.5)
     found = asyncio.run(m.evaluate_pass_at_k(run, 5))
@@ -1595,7 +1515,7 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
         assert (len(prompts), num_samples, seed) == (4, 1, None)
         return groups
 
-    run: Any = types.SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
+    run: Any = SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
     run.sample_and_score = sample_and_score
     groups = groups_with([1.0], [0.99], [0.5])  # the fourth could not be scored
     groups[2][0].rewards = [0.5, 0.5]
@@ -1638,12 +1558,12 @@ def test_answers() -> None:
 
 
 def test_a_response_keeps_the_marks_of_thoughts(tmp_path: Path) -> None:
-    policy = policy_of(model_folder(tmp_path, characters="".join(bytes_to_unicode().values())))
+    policy = policy_of(model_folder(tmp_path, characters=BYTES))
     marks = "<|channel|> <|message|> [THINK] [/THINK] <think> </think>".split()
     policy.tokenizer.add_tokens(marks, special_tokens=True)
     said = [("", text) for text in ("4", THOUGHTS[0][0], THOUGHTS[1][0])]
     for prompt, sampled in [*said, ("<think>\n", "3</think>4"), ("<think>\n", "4")]:
-        episode = m.Episode(m.LetterTask(0).prompt(0))
+        episode = m.Episode(letters(1)[0])
         episode.add_prompt(policy.tokenize("<user>" + prompt))
         for token in policy.tokenize(sampled + "<end>"):
             episode.add(token, 1, 0.0)
@@ -1656,6 +1576,9 @@ def test_words_are_graded() -> None:
     grades = [task.grade("apple", response) for response in responses]
     assert grades == pytest.approx([1, 1 / 2, 1 / 6, 0, 0])
     assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
+    for prompt in letters(20):
+        right = [turn.answer for turn in prompt.turns]
+        assert m.LetterTask(CFG.seed).score(prompt, right) == [0.5, 0.5]
 
 
 WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
@@ -1704,36 +1627,37 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
     assert not trained_on & held_out
 
 
-def test_python_of_the_user_is_loaded_with_its_neighbours(tmp_path: Path) -> None:
+def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
     code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
     assert m.load_python(f"{code}:f")() == 7
-    wrong = tmp_path / "user_wrong.py"
-    wrong.write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(m.UsageError, match=r"user_wrong\.py, line 2"):
-        m.load_python(f"{wrong}:f")
-    specs = {f"{code}:g": "no attribute", "x:f": "FILE.py:NAME"}
-    for spec, told in (specs | {f"{tmp_path}/none.py:f": "no FILE.py:NAME"}).items():
+    specs = {
+        f"{code}:g": "no attribute",
+        f"{code}:none": "not callable: None",
+        "x:f": "FILE.py:NAME",
+        f"{tmp_path}/none.py:f": "no such file",
+        f"{tmp_path}/data.csv": "csv: .*to_json",
+        f"{tmp_path}/user_wrong.py:f": r"user_wrong\.py, line 2: ZeroDivision",
+        f"{tmp_path}/other/user_neighbour.py:f": "rename it",
+        f"{tmp_path}/other/statistics.py:f": "rename it",
+        f"{tmp_path}/other/time.py:f": "rename it",
+    }
+    (tmp_path / "user_wrong.py").write_text("x = 1\ny = x / 0\n")
+    (tmp_path / "other").mkdir()
+    for name in ("user_neighbour", "statistics", "time"):
+        (tmp_path / f"other/{name}.py").write_text("def f():\n    1 / 0\n")
+    for spec, told in specs.items():
         with pytest.raises(m.UsageError, match=told):
-            m.load_python(spec)
+            m.make_task(spec, "", 0)
+    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
+        m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
 RESULTS += [(torch.tensor([0.5]), [0, 0.5]), ([0.25, torch.tensor(0.5)], [0.25, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
 NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
-
-
-def test_a_file_of_the_user_with_the_name_of_another_module_is_refused(tmp_path: Path) -> None:
-    for name in ("a/user_twice.py", "b/user_twice.py", "c/statistics.py", "d/time.py"):
-        file = tmp_path / name
-        file.parent.mkdir()
-        file.write_text("def mean(*_):\n    return 1\n")
-    assert m.load_python(f"{tmp_path}/a/user_twice.py:mean")() == 1
-    for name in ("b/user_twice.py", "c/statistics.py", "d/time.py"):
-        with pytest.raises(m.UsageError, match="rename it"):
-            m.load_python(f"{tmp_path / name}:mean")
 
 
 def test_results_of_score() -> None:
@@ -1748,10 +1672,9 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     async def fails() -> None:
         raise KeyError("no g")
 
-    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "c": lambda: None}
-    results |= {"d": lambda: math.nan, "e": lambda: sys.exit(3), "g": fails}
-    results |= {"f": lambda: asyncio.sleep(0, 0.25), "h": lambda: asyncio.sleep(0)}
-    task = types.SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
+    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "e": lambda: sys.exit(3)}
+    results |= {"f": lambda: asyncio.sleep(0, 0.25), "g": fails, "h": lambda: asyncio.sleep(0)}
+    task = SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     group = [(PROMPT, [response]) for response in results]
     (rewards,) = m.call_task(CFG, "score", [group])
@@ -1769,29 +1692,22 @@ def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
         await asyncio.wait_for(barrier.wait(), 10)  # all other groups are here, too
         return 0.5
 
-    class Judged(m.Task):
-        def score(self, prompt: Any, responses: list[str]) -> Any:
-            return [meet(responses[0])]
-
     barrier = asyncio.Barrier(3)
-    monkeypatch.setattr(m, "user_task", lambda cfg: Judged())
-    prompt = m.Prompt(0, (m.user_turn("p", 1),))
-    groups = [[(prompt, [response])] for response in ("a", "late", "b", "c")]
+    task = SimpleNamespace(score=lambda prompt, responses: [meet(responses[0])])
+    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+    groups = [[(PROMPT, [response])] for response in ("a", "late", "b", "c")]
     found = m.call_task(replace(CFG, reward_deadline=2.0), "score", groups)
     assert [found[0], *found[2:]] == [[[0.5]]] * 3
     assert found[1] == ["TimeoutError"]
 
 
 def test_a_reward_function_is_called_turn_by_turn() -> None:
-    def reward(*args: Any) -> float:
-        calls.append(args)
-        return 0.5
-
-    calls: list[Any] = []
+    reward = Mock(return_value=0.5)
     system = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     prompt = m.Prompt(0, (m.user_turn("p", 1), m.Turn(system, 2)))
-    task = m.UserTask(types.SimpleNamespace(prompt=lambda number: prompt), reward)
+    task = m.UserTask(SimpleNamespace(prompt=lambda number: prompt), reward)
     assert task.score(task.prompt(3), ["a", "b"]) == [0.5, 0.5]
+    calls = [call.args for call in reward.call_args_list]
     assert calls == [("p", "a", 1), (list(system), "b", 2)]
     assert task.score(PROMPT, ["a"]) == [0.5]
     assert task.prompt(3) == replace(prompt, number=3)
@@ -1985,20 +1901,14 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     # One child ended with the process that died, the other is killed when the worker is released.
     assert sum("sleep 1000" in line for line in processes(mark).values()) == 1
     m.release(worker)
-    assert left(mark) == []
+    until(lambda: not processes(mark), 10)
 
 
 def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> None:
-    class Stopped:
-        def submit(self, *_: Any) -> Any:
-            return self
-
-        def result(self, limit_s: float) -> Any:
-            raise TimeoutError
-
-    monkeypatch.setattr(m, "ProcessPoolExecutor", lambda *_: Stopped())
-    groups = [[(m.Prompt(0, ()), ["a"])]] * 2
-    one, other = m.UserProcess(CFG)("score", groups)
+    pools = Mock()
+    pools().submit().result.side_effect = TimeoutError
+    monkeypatch.setattr(m, "ProcessPoolExecutor", pools)
+    one, other = m.UserProcess(CFG)("score", [[(PROMPT, ["a"])]] * 2)
     assert one == other
     assert "no score within 60 s" in one[0]
 
@@ -2019,7 +1929,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     cfg = user_rewards(tmp_path)
     (tmp_path / "parent.py").write_text(PARENT)
     command = f"exec {sys.executable} parent.py {cfg.task} {cfg.reward}"
-    worker = Struck(tmp_path, "", command, PYTHONPATH=str(FOLDER))
+    worker = Command(tmp_path, "", command, PYTHONPATH=str(FOLDER))
     worker.until("[[[0.125]]]")
     children = lambda: processes(worker.mark).values()  # noqa: E731
     until(lambda: any("sleep 1000" in line for line in children()))  # after its exec
@@ -2061,6 +1971,7 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
 
 
 def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
+    own = {"model": "x", "train": True}
     for changes, wanted in (
         ({}, []),
         ({"steps": 0}, ["--steps"]),
@@ -2074,10 +1985,10 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
         ({"task": "x.jsonl"}, ["--reward, and a --task other than repeat"]),
-        ({"model": "x", "train": True, "preferences": "x"}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "ask_every": 1}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "reward": "model"}, ["--preferences and --ask-every"]),
-        ({"model": "x", "train": True, "reward": "model", "ask_every": 1}, []),
+        (own | {"preferences": "x"}, ["--preferences and --ask-every"]),
+        (own | {"ask_every": 1}, ["--preferences and --ask-every"]),
+        (own | {"reward": "model"}, ["--preferences and --ask-every"]),
+        (own | {"reward": "model", "ask_every": 1}, []),
     ):
         told = [mistake.partition(":")[0] for mistake in m.mistakes_in(replace(CFG, **changes))]
         assert told == wanted
@@ -2087,30 +1998,13 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(data_file(tmp_path))
     spec = f"{tmp_path}/own.py:reward"
     cfg = replace(CFG, train=True, model=str(tmp_path), task=str(tmp_path / "data.jsonl"))
-    for path, flag in {
-        "link": "log",
-        "./data.jsonl": "json",
-        "own.py": "report",
-        "": "export",
-    }.items():
+    outputs = {"link": "log", "./data.jsonl": "json", "own.py": "report", "": "export"}
+    for path, flag in outputs.items():
         changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
         assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
     assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
     assert [*m.mistaken_paths(replace(cfg, json=str(tmp_path / "new")))] == []
     assert not (tmp_path / "new").exists()
-
-
-MISTAKES = ["--task wrong.jsonl", "--task own.py:T", "--reward own.py:f", "--task data.csv"]
-
-
-@pytest.mark.parametrize("words", MISTAKES)
-def test_what_a_user_has_written_wrong_is_told(tmp_path: Path, words: str) -> None:
-    (tmp_path / "wrong.jsonl").write_text('{"prompt": 3}')
-    (tmp_path / "own.py").write_text("1 / 0")
-    flag, name = words.split()
-    cfg = m.read_flags(["--train", "--model", str(tmp_path), flag, str(tmp_path / name)])
-    with pytest.raises(m.UsageError, match=r"line 1\b.*(not|ZeroDivision)|csv: .*to_json"):
-        m.user_task(cfg)
 
 
 def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
@@ -2154,13 +2048,10 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")  # its context has 128 tokens
     for words in ("--max-new-tokens 9999 --generators 1", "--task none.jsonl"):
-        found = run("--train", "--model", "qwen2", *words.split(), folder=tmp_path)
-        assert found.returncode == 2, found.stderr
-        lines = found.stderr.strip().splitlines()
-        of_monarch = "Monarch internal logs are being written"  # its own line, once it has started
-        (told,) = [line for line in lines if not line.startswith(of_monarch)]
-        assert told.startswith("monarch_rl.py: ")
-        assert "Traceback" not in found.stdout
+        status, output = Command(tmp_path, f"--train --model qwen2 {words}").end()
+        assert status == 2, output
+        assert len(re.findall(r"^monarch_rl\.py: ", output, re.MULTILINE)) == 1
+        assert "Traceback" not in output
 
 
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
@@ -2192,24 +2083,12 @@ def tour(tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("stage", list(m.STAGES))
 def test_command_the_tour_confirms_a_stage(tour: Any, stage: str) -> None:
     assert list(tour) == list(m.STAGES)
+    assert any(each["rows"] for each in tour.values())
     assert tour[stage]["checks"]
     relations = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
     for check in tour[stage]["checks"]:
         assert check["ok"]
         assert relations[check["relation"]](check["value"], check["bound"])
-
-
-def test_a_check_keeps_its_value_and_its_bound(tmp_path: Path, capsys: Any) -> None:
-    report = m.Report(CFG, tmp_path, m.Pool())
-    for name in ("one", "two"):
-        report.stages.append({"name": name, "checks": [], "rows": []})
-        report.check("torn reads", 3, "<", 3 + (name == "two"))
-        report.table([{"name": name, "ms": 1.5}])
-    assert report.failed() == ["one"]
-    found = {"what": "torn reads", "value": 3, "relation": "<", "bound": 3, "ok": False}
-    assert report.stages[0]["checks"] == [found]
-    assert report.stages[1]["rows"] == [{"name": "two", "ms": 1.5}]
-    assert "FAIL torn reads: 3  (< 3)" in capsys.readouterr().out
 
 
 WITHOUT = """
@@ -2232,15 +2111,16 @@ def each_fails(folder: Path, *stages: str) -> None:
     for stage in stages:
         changed(folder, stage, stage)
     (folder / "without.py").write_text(WITHOUT)
-    found = run(*stages, folder=folder, file=folder / "without.py")
-    assert found.returncode == 1, found.stdout + found.stderr
+    script = f"{sys.executable} without.py {' '.join(stages)}"
+    status, output = Command(folder, "", script, PYTHONPATH=f"{FOLDER}:{folder}").end()
+    assert status == 1, output
     for told in json.loads((folder / "out.json").read_text())["stages"]:
         failed = [check["what"] for check in told["checks"] if not check["ok"]]
         named = dict(zip(m.STAGES, NAMED, strict=True))[told["name"]]
         if told["name"] == "async_rl" and not failed and len(stages) > 1:
             each_fails(folder, "async_rl")  # whether a group is overtaken is a matter of chance
         else:
-            assert named in failed, found.stdout + found.stderr
+            assert named in failed, output
 
 
 TRAINING = ("sync_rl", "async_rl", "recovery", "critic", "reward_model")
@@ -2255,11 +2135,7 @@ def test_command_the_other_stages_fail_without_their_mechanisms(tmp_path: Path) 
 
 
 REWARD = """
-import subprocess
-children = []
 def reward(prompt, response, answer):
-    if not children:
-        children.append(subprocess.Popen(["sleep", "1000"]))
     return sum(a == b for a, b in zip(answer, response)) / max(len(answer), len(response), 1)
 """
 
@@ -2282,25 +2158,21 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     assert rows[0]["staleness"] == 0
     assert all(row["k3"] < 1e-6 for row in rows if row["staleness"] == 0)
     assert max(row["reward"] for row in rows) > 0
-    both = [load(tmp_path / name).parameters() for name in ("out", "qwen2")]
-    assert not all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert not have_same_weights(tmp_path / "out", tmp_path / "qwen2")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
-def exported(folder: Path, num_trainers: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The weights of a short run of the tiny policy, and the norm of each step's gradient."""
-    words = f"--train --trainers {num_trainers} --max-staleness 0 --generators 1 --steps 4"
-    words += " --sft-steps 3 --prompts-per-step 8 --eval-prompts 8 --export out --log log.jsonl"
-    folder.mkdir()
-    done(words, folder)
-    rows = logged(folder)
-    model = load(folder / "out")
-    return model.state_dict(), [row["grad_norm"] for row in rows]
-
-
 def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
-    one, norms = exported(tmp_path / "one", 1)
-    two, norms_of_two = exported(tmp_path / "two", 2)
+    words = "--train --max-staleness 0 --generators 1 --steps 4 --sft-steps 3 --prompts-per-step 8"
+    words += " --eval-prompts 8 --export out --log log.jsonl"
+    found = []
+    for num_trainers in (1, 2):
+        folder = tmp_path / str(num_trainers)
+        folder.mkdir()
+        done(f"{words} --trainers {num_trainers}", folder)
+        norms = [row["grad_norm"] for row in logged(folder)]
+        found.append((load(folder / "out").state_dict(), norms))
+    (one, norms), (two, norms_of_two) = found
     start = m.tiny_policy(0)[1].state_dict()
     assert list(one) == list(two) == list(start)
     moved = max(float((one[name] - start[name]).abs().max()) for name in one)
@@ -2313,7 +2185,7 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
     words = "--train --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
-        command = Struck(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
+        command = Command(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
         command.until(beginning)  # at the second one, its workers are being started
         until(lambda: len(command.children()) >= 2)  # noqa: B023
         for _ in range(2):  # to all processes; the second one changes nothing
@@ -2345,19 +2217,18 @@ def test_a_signal_at_the_end_counts_though_the_terminal_is_closed(
 # == recovery ======================================================================================
 
 
-def saved_run(folder: Path, **progress: Any) -> Any:
+def trainer_of(learned: Any, version: int = 0) -> Any:
+    return SimpleNamespace(learner=learned, version=version, writer=Mock())
+
+
+def saved_run(**progress: Any) -> Any:
     """A run without processes, whose trainer writes checkpoints of a small learner."""
-    trainer = types.SimpleNamespace(learner=learner())
 
-    class Trainer:
-        fails = False
+    async def request(what: Any, *args: Any) -> None:
+        what(trainer, *args)
 
-        async def request(self, what: Any, *args: Any) -> None:
-            if self.fails:
-                raise ActorError(OSError("No space left on device"))
-            what(trainer, *args)
-
-    run = run_of(m, CFG, Trainer())
+    trainer = trainer_of(learner())
+    run = run_of(m, CFG, SimpleNamespace(request=request))
     run.progress = m.SavedProgress(**progress)
     return run
 
@@ -2365,7 +2236,7 @@ def saved_run(folder: Path, **progress: Any) -> Any:
 def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
     assert checkpoints.newest() == ("", m.SavedProgress())
-    run = saved_run(tmp_path, num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
+    run = saved_run(num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
     for version in (1, 2, 3):
         run.progress.rows.append({"step": version, "reward": math.nan})
         asyncio.run(checkpoints.save(run))
@@ -2393,8 +2264,8 @@ def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
     for name in others | {"step_99999999.pt"}:
         (tmp_path / name).touch()
-    trainer = saved_run(tmp_path).trainer
-    run: Any = types.SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
+    trainer = saved_run().trainer
+    run: Any = SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
     asyncio.run(checkpoints.save(run))
     assert [path.name for path in checkpoints.paths()] == ["step_100000000.pt"]
     assert {path.name for path in tmp_path.iterdir()} == others | {"step_100000000.pt"}
@@ -2402,7 +2273,7 @@ def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
-    trainer: Any = types.SimpleNamespace(learner=learner(), version=3)
+    trainer = trainer_of(learner(), 3)
     trainer.learner.weights[-1].data[0] = value
     for write in (partial(m.write_checkpoint, progress={}), m.export):
         with pytest.raises(m.RunError, match="not finite after step 3: lower --lr"):
@@ -2411,7 +2282,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: floa
 
 
 def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> None:
-    trainer: Any = types.SimpleNamespace(learner=learner(), version=0)
+    trainer = trainer_of(learner())
     for name in ("pytorch_model.bin", "model.safetensors.index.json", "model_best.safetensors"):
         (tmp_path / name).touch()
     m.export(trainer, str(tmp_path))
@@ -2426,7 +2297,7 @@ def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_trainers, lives", [(1, True), (1, False), (2, True)])
 def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, lives: bool) -> None:
     cfg = replace(CFG, checkpoint="RUN", max_staleness=0, trainers=num_trainers)
-    run = run_of(m, cfg, saved_run(tmp_path).trainer)
+    run = run_of(m, cfg, saved_run().trainer)
     run.trainer.ready = lambda: [run] * lives
     run.draw = Mock(side_effect=ActorError(ValueError("a")))
     checkpoints = m.Checkpoints(tmp_path)
@@ -2437,10 +2308,11 @@ def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, l
 
 def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path)
-    run = saved_run(tmp_path)
+    run = saved_run()
     run.progress.rows.append({})
     assert asyncio.run(checkpoints.save(run))
-    run.trainer.fails = True
+    full = ActorError(OSError("No space left on device"))
+    run.trainer.request = AsyncMock(side_effect=full)
     run.progress.rows.append({})
     assert not asyncio.run(checkpoints.save(run))
     assert "step 2 is not saved: " in capsys.readouterr().out
@@ -2461,35 +2333,31 @@ def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    published: list[int] = []
-    writer = types.SimpleNamespace(publish=published.append, wait=lambda: None)
-    first, saved = str(tmp_path / "first.pt"), str(tmp_path / "saved.pt")
-
-    def trainer_of(version: int, lr: float = 1e-3) -> Any:
-        learned = m.UserLearner(m.HubPolicy(CFG, torch.float32), replace(CFG, lr=lr))
-        return types.SimpleNamespace(learner=learned, writer=writer, version=version)
+    def new(lr: float = 1e-3) -> Any:
+        return m.UserLearner(policy_of(), replace(CFG, lr=lr))
 
     def after_a_step(version: int, path: str, forgets: bool = False) -> torch.Tensor:
-        trainer = trainer_of(version)
+        trainer = trainer_of(new(), version)
         m.restore(trainer, path)
-        assert published.pop() == version
+        trainer.writer.publish.assert_called_once_with(version)
         if forgets:
             trainer.learner.optimizer.state.clear()
         trainer.learner.step(episodes)
         return parameters(trainer.learner)
 
-    one = trainer_of(1)
-    episodes = episodes_of(one.learner)
-    m.write_checkpoint(trainer_of(0), first, {})
-    one.learner.step(episodes)
-    assert torch.equal(after_a_step(0, first), parameters(one.learner))
-    m.write_checkpoint(one, saved, {})
-    one.learner.step(episodes)
-    assert torch.equal(after_a_step(1, saved), parameters(one.learner))
-    assert not torch.equal(after_a_step(1, saved, forgets=True), parameters(one.learner))
-    slower = trainer_of(1, lr=1e-5)
-    m.restore(slower, saved)
-    assert slower.learner.optimizer.param_groups[0]["lr"] == 1e-5
+    first, saved = str(tmp_path / "first.pt"), str(tmp_path / "saved.pt")
+    one = new()
+    episodes = episodes_of(one)
+    m.write_checkpoint(trainer_of(new()), first, {})
+    one.step(episodes)
+    assert torch.equal(after_a_step(0, first), parameters(one))
+    m.write_checkpoint(trainer_of(one, 1), saved, {})
+    one.step(episodes)
+    assert torch.equal(after_a_step(1, saved), parameters(one))
+    assert not torch.equal(after_a_step(1, saved, forgets=True), parameters(one))
+    slower = new(lr=1e-5)
+    m.restore(trainer_of(slower, 1), saved)
+    assert slower.optimizer.param_groups[0]["lr"] == 1e-5
 
 
 def test_a_signal_counts_although_the_save_fails() -> None:
@@ -2510,9 +2378,9 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         drawn: list[int] = []
         progress = m.SavedProgress()
         for _ in range(4):  # lives, each of which ends in the middle
-            services = FakeServices(m, len(drawn), False)
+            services = FakeServices(len(drawn))
             services.version = len(progress.rows)
-            run = run_of(m, cfg, services)
+            run = run_of(m, SMALL_RUN, services)
             run.progress = progress
             new = m.training_prompts(run.task, progress.num_drawn)
             run.prompts = m.requeued_first(run.task, progress.requeued, new)
@@ -2524,45 +2392,15 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         assert progress.requeued
         return drawn[::2]  # groups have two episodes
 
-    cfg = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
     drawn = asyncio.run(train())
     assert len(drawn) == len(set(drawn)) == 4 * 5 * 4  # none twice
-
-
-class Struck:
-    """A command, of which the test kills processes. Its output goes to a file."""
-
-    def __init__(self, folder: Path, words: str, script: str = "", **environment: str) -> None:
-        self.mark = uuid.uuid4().hex
-        self.output = folder / f"output_{self.mark}"
-        command = f"{sys.executable} {FILE} {words}"
-        script = script.replace("python monarch_rl.py --train ... --checkpoint RUN", command)
-        self.process = subprocess.Popen(
-            ["bash", "-c", script or f"exec {command}"],
-            cwd=folder,
-            env=os.environ | {MARK: self.mark} | environment,
-            stdout=open(self.output, "w"),
-            stderr=subprocess.STDOUT,
-        )
-
-    def children(self) -> list[int]:
-        return [number for number in processes(self.mark) if number != self.process.pid]
-
-    def until(self, text: str) -> None:
-        until(lambda: text in self.output.read_text() or self.process.poll() is not None, 200)
-
-    def end(self, limit_s: float = 400) -> tuple[int, str]:
-        """Its exit status and its output. No process of it may be left."""
-        status = self.process.wait(limit_s)
-        assert left(self.mark) == []
-        return status, self.output.read_text()
 
 
 def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) -> None:
     """Six times a random child is killed or stopped, 1 to 6 seconds after the one before."""
     rng = random.Random(0)
     words = "--train --task repeat --steps 200 --checkpoint RUN --save-every 10 --eval-prompts 8"
-    command = Struck(tmp_path, words + " --sft-steps 20 --json out.json")
+    command = Command(tmp_path, words + " --sft-steps 20 --json out.json")
     command.until("starting")
     num_struck = 0
     while num_struck < 6 and command.process.poll() is None:
@@ -2583,11 +2421,11 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
     rng = random.Random(0)
     words = "--train --task repeat --max-staleness 0 --steps 16 --save-every 3 --eval-prompts 8"
     words += " --prompts-per-step 4 --group-size 4 --sft-steps 3 --log log.jsonl"
-    found = []
+    samples = []
     for name in ("whole", "cut"):
         words_of_run = f"{words} --checkpoint {name} --export {name}_model"
         if name == "cut":
-            command = Struck(tmp_path, words_of_run)
+            command = Command(tmp_path, words_of_run)
             command.until(f"step {rng.randint(1, 15):4}")
             time.sleep(rng.uniform(0, 0.3))
             command.process.kill()
@@ -2595,11 +2433,9 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
         done(words_of_run, tmp_path)
         rows = logged(tmp_path)
         assert [row["step"] for row in rows] == [*range(1, 17)]
-        weights = load(tmp_path / f"{name}_model").parameters()
-        found.append(([row["sample"] for row in rows], [*weights]))
-    (samples, weights), (samples_of_cut, weights_of_cut) = found
-    assert samples == samples_of_cut
-    assert all(torch.equal(*pair) for pair in zip(weights, weights_of_cut, strict=True))
+        samples.append([row["sample"] for row in rows])
+    assert samples[0] == samples[1]
+    assert have_same_weights(tmp_path / "whole_model", tmp_path / "cut_model")
 
 
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
@@ -2609,7 +2445,7 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     words += " --group-size 4 --max-new-tokens 4 --eval-prompts 4 --generators 1 --checkpoint RUN"
     _, _, job = DOCS.partition("#SBATCH --signal=B")  # the recipe for Slurm
     requeue = "scontrol() { echo $1; }\n"
-    command = Struck(tmp_path, words, requeue + job.partition("```")[0].partition("\n")[2])
+    command = Command(tmp_path, words, requeue + job.partition("```")[0].partition("\n")[2])
     command.until("step    5")
     command.process.send_signal(signal.SIGTERM)
     status, output = command.end()
@@ -2630,13 +2466,12 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     assert rows[-1]["num_tokens"] > 1.5 * rows[0]["num_tokens"]
     words = "--evaluate 2 --export again --checkpoint ../RUN"
     done(words, elsewhere)
-    both = [load(elsewhere / name).parameters() for name in ("out", "again")]
-    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+    assert have_same_weights(elsewhere / "out", elsewhere / "again")
 
 
 def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
     one = learner(entropy=0.25, loss="reinforce")
-    batch: Any = types.SimpleNamespace(old_logprobs=None, prox_logprobs=None)
+    batch: Any = SimpleNamespace(old_logprobs=None, prox_logprobs=None)
     batch.advantage = torch.ones(3)
     logp, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])
     assert one.token_losses(batch, logp, entropy).tolist() == [-0.25, -0.5, -1.0]
@@ -2647,57 +2482,42 @@ def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
 @pytest.mark.parametrize("kind", ["loss", "bug", "effect of a loss"])
 def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch: Any) -> None:
     lost = m.ReplicaLost("trainer_0 has died")
-    begun: list[int] = []
-
-    def make_run(progress: Any) -> Any:
-        async def begin() -> None:
-            begun.append(1)
-            raise lost if kind == "loss" else ActorError(ValueError("a bug"))
-
-        trainer = types.SimpleNamespace(error=None if kind == "bug" else lost)
-        parts = {"task": None, "prompts": iter(()), "version": 0, "trainer": trainer}
-        return types.SimpleNamespace(**parts, begin=begin, close=lambda: asyncio.sleep(0))
-
-    async def work(run: Any) -> None:
-        raise AssertionError("never reached")
-
-    monkeypatch.setattr(m, "sleep", lambda seconds: asyncio.sleep(0))
-    checkpoints: Any = types.SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
-    with pytest.raises(m.ReplicaLost if kind == "loss" else ActorError):
-        asyncio.run(m.with_restarts(checkpoints, make_run, work))
-    assert len(begun) == (1 if kind == "bug" else 5)
+    error = lost if kind == "loss" else ActorError(ValueError("a bug"))
+    trainer = SimpleNamespace(error=None if kind == "bug" else lost)
+    run: Any = SimpleNamespace(task=None, prompts=iter(()), version=0, trainer=trainer)
+    run.begin, run.close, work = AsyncMock(side_effect=error), AsyncMock(), AsyncMock()
+    monkeypatch.setattr(m, "sleep", AsyncMock())
+    checkpoints: Any = SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
+    with pytest.raises(type(error)):
+        asyncio.run(m.with_restarts(checkpoints, lambda progress: run, work))
+    assert run.begin.call_count == (1 if kind == "bug" else 5)
+    assert not work.called
 
 
-def test_a_checkpoint_has_the_critic(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
+def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
     cfg = replace(CFG, advantage="critic")
-
-    def make_trainer() -> Any:
-        policy = policy_of()
-        one = m.UserLearner(policy, cfg, critic=m.Critic(policy, cfg))
-        writer = types.SimpleNamespace(publish=lambda version: None, wait=lambda: None)
-        return types.SimpleNamespace(learner=one, version=1, writer=writer)
-
-    trained, fresh = make_trainer(), make_trainer()
-    critics = [each.learner.critic for each in (trained, fresh)]
+    trained, fresh = [
+        m.UserLearner(policy, cfg, critic=m.Critic(policy, cfg))
+        for policy in (policy_of(), policy_of())
+    ]
     for _ in range(m.CRITIC_ALONE - 1):
-        trained.learner.step(episodes_of(trained.learner))
-    m.write_checkpoint(trained, str(tmp_path / "step_1.pt"), {})
-    m.restore(fresh, str(tmp_path / "step_1.pt"))
+        trained.step(episodes_of(trained))
+    m.write_checkpoint(trainer_of(trained, 1), str(tmp_path / "step_1.pt"), {})
+    m.restore(trainer_of(fresh, 1), str(tmp_path / "step_1.pt"))
     for number in range(3):  # by its weights and moments, and how often it has been called
-        episodes = single(trained.learner.policy, 8, number)
-        one, other = [critic(episodes) for critic in critics]
-        assert one == other
-        assert any(map(any, one)) is (number > 0)
+        episodes = single(trained.policy, 8, number)
+        found = trained.critic(episodes)
+        assert fresh.critic(episodes) == found
+        assert any(map(any, found)) is (number > 0)
 
 
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
-    task: Any = types.SimpleNamespace(task=None)
+    task: Any = SimpleNamespace(task=None)
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda method, groups: ["task"])
     monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
     score = m.user_scorer(replace(CFG, reward="model"), Path("."))
-    prompts = [m.LetterTask(CFG.seed).prompt(number) for number in range(50)]
+    prompts = letters(50)
     for method, by in (("score", "model"), ("reply", "task")):
         scored = {prompt.is_held_out: score(method, [[(prompt, [])]]) for prompt in prompts}
         assert scored == {True: ["task"], False: [by]}
@@ -2713,7 +2533,7 @@ def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[An
     workers = []
     for address in addresses:
         own = {"MONARCH_RL_ADDRESS": address} | environment
-        workers.append(Struck(folder.parent, f"--worker {folder}", **own))
+        workers.append(Command(folder.parent, f"--worker {folder}", **own))
     try:
         until(lambda: len(m.urls_in(folder)) == len(addresses))
         yield workers
@@ -2729,7 +2549,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
     with hosts(tmp_path / "hosts", "127.0.0.2", "127.0.0.3") as workers:
         words = "--train --sft-steps 10 --eval-prompts 8 --prompts-per-step 8 --hosts hosts"
         local = {"MONARCH_RL_ADDRESS": "127.0.0.1"}
-        command = Struck(tmp_path, words + " --steps 60 --json out.json", **local)
+        command = Command(tmp_path, words + " --steps 60 --json out.json", **local)
         command.until("step    5")
         os.kill(random.choice(workers[0].children()), signal.SIGKILL)
         status, output = command.end()
@@ -2740,7 +2560,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
 
         # On each host there is its Monarch host, and nothing else.
         until(lambda: [len(worker.children()) for worker in workers] == [1, 1])
-        command = Struck(tmp_path, words + " --steps 100000", **local)
+        command = Command(tmp_path, words + " --steps 100000", **local)
         command.until("step    5")
         assert min(len(worker.children()) for worker in workers) > 1
         command.process.kill()
@@ -2751,7 +2571,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
 def test_a_relay_sends_no_layout(monkeypatch: Any) -> None:
     handle, _ = m.create_arena(m.layout_of({f"tensor{i}": A32 for i in range(300)}), 1)
     sent: list[Any] = []
-    outlet = types.SimpleNamespace(lease=types.SimpleNamespace(call_one=lambda *a: sent.extend(a)))
+    outlet = SimpleNamespace(lease=SimpleNamespace(call_one=lambda *a: sent.extend(a)))
     monkeypatch.setenv(m.HOST_FOLDER, "")
     monkeypatch.setattr(m.os, "_exit", lambda status: None)
     with pytest.raises(AttributeError):  # there is no answer
@@ -2779,46 +2599,37 @@ def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch:
     assert asyncio.run(started()) == 4
 
 
-ATTACH = """if True:
-    import asyncio, pathlib, sys, monarch_rl as m
-    m.SILENCE_S = 1.5
-    m.monarch.actor.enable_transport(m.this_url() + ":0")
-    async def main() -> None:
-        process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).start(1)
-        await process.kill()
-        print("attached")
-    asyncio.run(main())
+ATTACH = """
+import asyncio, pathlib, sys, monarch_rl as m
+m.SILENCE_S = 1.5
+m.monarch.actor.enable_transport(m.this_url() + ":0")
+async def main() -> None:
+    process = await m.HostPool(pathlib.Path(sys.argv[1]), 1).start(1)
+    await process.kill()
+    print("attached")
+asyncio.run(main())
 """
 
 
-def certificate(folder: Path, ca: str, name: str) -> dict[str, str]:
-    """The three commands of DOCS 09. Returns the three variables."""
-    key = "-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes"
-    names = "-addext subjectAltName=IP:127.0.0.1,IP:127.0.0.2"
-    for command in (
-        f"req -x509 {key} -subj /CN={ca} -keyout {ca}.key -out {ca}.crt",
-        f"req {key} -subj /CN={name} {names} -keyout {name}.key -out {name}.csr",
-        f"x509 -req -in {name}.csr -CA {ca}.crt -CAkey {ca}.key -CAcreateserial"
-        f" -copy_extensions copy -out {name}.crt",
-    ):
-        words = ["openssl", *command.split()]
-        subprocess.run(words, cwd=folder, check=True, capture_output=True)
-    files = {"CERT": f"{name}.crt", "KEY": f"{name}.key", "CA": f"{ca}.crt"}
-    return {f"HYPERACTOR_TLS_{what}": str(folder / file) for what, file in files.items()}
+def certificate(folder: Path) -> dict[str, str]:
+    """Runs the commands of DOCS 09. Returns the variables that they set."""
+    folder.mkdir()
+    _, _, text = DOCS.partition("may name all machines:\n```sh\n")
+    script = text.partition("```")[0].replace("10.0.0.2", "127.0.0.1,IP:127.0.0.2") + "env"
+    how: Any = {"cwd": folder, "check": True, "capture_output": True, "text": True}
+    lines = subprocess.run(["bash", "-ec", script], **how).stdout.splitlines()
+    return dict(line.split("=", 1) for line in lines if line.startswith("HYPERACTOR_TLS_"))
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None:
-    ours = certificate(tmp_path, "ca", "host")
-    theirs = certificate(tmp_path, "other_ca", "other_host")
+    ours, theirs = certificate(tmp_path / "ours"), certificate(tmp_path / "theirs")
+    (tmp_path / "attach.py").write_text(ATTACH)
+    script = f"exec {sys.executable} attach.py hosts"
+    own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)}
     with hosts(tmp_path / "hosts", "127.0.0.2", **ours):
-        clients = []
-        for variables in (theirs, {}, ours):
-            own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)} | variables
-            words = [sys.executable, "-c", ATTACH, str(tmp_path / "hosts")]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            clients.append(subprocess.Popen(words, env=os.environ | own, **pipes))
-        found = [client.communicate(timeout=60)[0] for client in clients]
+        clients = [Command(tmp_path, "", script, **own, **each) for each in (theirs, {}, ours)]
+        found = [client.end(60)[1] for client in clients]
         assert ["attached" in output for output in found] == [False, False, True]
         refused = "and certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
@@ -2828,23 +2639,18 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
 # == critic ========================================================================================
 
 
-def spoken(turn_of: list[int], rewards: list[float]) -> m.Episode:
-    prompt = m.LetterTask(CFG.seed).prompt(0)
-    return m.Episode(prompt, ids=list(range(3, 3 + len(turn_of))), turn_of=turn_of, rewards=rewards)
-
-
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
-    task = m.LetterTask(CFG.seed)
-    prompts = [task.prompt(number) for number in range(num_prompts)]
-    episodes = m.rollout(policy, m.new_episodes(prompts, 1), seed)
+    episodes = sampled(policy, letters(num_prompts), 1, seed)
     for episode in episodes:
-        episode.rewards = [task.grade("a", text) + 0.1 * len(text) for text in episode.responses]
+        episode.rewards = [
+            m.LetterTask(0).grade("a", text) + 0.1 * len(text) for text in episode.responses
+        ]
     return episodes
 
 
 def test_gae_by_hand() -> None:
     """The table of the section, with tokens between the turns that were not sampled."""
-    episode = spoken([0, 1, 1, 0, 0, 2], [0.0, 0.9])
+    episode = m.Episode(PROMPT, ids=[3] * 6, turn_of=[0, 1, 1, 0, 0, 2], rewards=[0.0, 0.9])
     found = m.gae(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
     assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
 
@@ -2853,11 +2659,10 @@ def test_a_learner_steps_once_its_critic_is_of_use() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
     learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
-    before = copy.deepcopy(policy.model.state_dict())
+    before = parameters(learner)
     for number in range(m.CRITIC_ALONE + 1):
         learner.step(single(policy, 16, number))
-        is_same = all(torch.equal(before[name], p) for name, p in policy.model.state_dict().items())
-        assert is_same == (number < m.CRITIC_ALONE)
+        assert torch.equal(parameters(learner), before) is (number < m.CRITIC_ALONE)
     episodes = single(policy, 16, 99)
     for row, episode in zip(critic(episodes), episodes, strict=True):
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
@@ -2894,9 +2699,8 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
 def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape))
     network = m.value_network(policy)
-    body = policy.model.base_model.state_dict()
-    for name, tensor in network.base_model.state_dict().items():
-        torch.testing.assert_close(tensor, body[name])
+    bodies = [model.base_model.state_dict() for model in (network, policy.model)]
+    torch.testing.assert_close(*bodies)
     assert not network(torch.tensor([[3, 4, 5]])).logits.any()
     assert {p.dtype for p in network.parameters()} == {torch.float32}
 
@@ -2991,11 +2795,11 @@ HOSTILE = "</script><script>alert(1)</script><img src=x> &amp;"
 def page_of(folder: Path, rows: list[Any], heldout: list[Any]) -> str:
     """The page of a run whose command began 10 s ago."""
     start_s = time.time() - 10
-    lost = types.SimpleNamespace(result=lambda: "generator_0 " + HOSTILE)
-    failure = types.SimpleNamespace(lost=lost, noticed_s=start_s + 8)
-    services = [types.SimpleNamespace(failures=[failure])]
-    progress = types.SimpleNamespace(rows=rows, heldout=heldout)
-    run: Any = types.SimpleNamespace(version=len(rows), progress=progress, services=services)
+    lost = SimpleNamespace(result=lambda: "generator_0 " + HOSTILE)
+    failure = SimpleNamespace(lost=lost, noticed_s=start_s + 8)
+    services = [SimpleNamespace(failures=[failure])]
+    progress = SimpleNamespace(rows=rows, heldout=heldout)
+    run: Any = SimpleNamespace(version=len(rows), progress=progress, services=services)
     run.cfg = replace(CFG, epochs=2)
     m.write_page(str(folder / "page.html"), run, start_s)
     return (folder / "page.html").read_text()
@@ -3032,7 +2836,7 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     long = m.Prompt(1, (m.user_turn("a" * 40, "a"),))
     policy.context = 40 + 3 + policy.max_new_tokens  # the long one fits, before its response
     longer = m.Prompt(2, (m.user_turn("a" * 41, "a"),))
-    episodes = m.rollout(policy, m.new_episodes([short, long, longer], 2), 0)
+    episodes = sampled(policy, [short, long, longer], 2, 0)
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
@@ -3041,7 +2845,7 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers
     form_group, shard = m.form_group, m.shard  # here, of one rank
     monkeypatch.setattr(m, "form_group", lambda file, rank, _: form_group(file, rank, 1))
     monkeypatch.setattr(m, "shard", lambda model, _, dtype: shard(model, 1, dtype))
-    monkeypatch.setattr(m, "current_rank", lambda: types.SimpleNamespace(rank=0))
+    monkeypatch.setattr(m, "current_rank", lambda: SimpleNamespace(rank=0))
     cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
     (batch,) = batches_of(learner(), episodes_of(learner()))
     one, _ = m.user_learner(cfg, str(tmp_path / "meeting"))
@@ -3054,11 +2858,9 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers
 
 
 def test_ruff_finds_nothing() -> None:
-    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    ruff = shutil.which("ruff", path=folders)
-    if not ruff:
-        pytest.skip("ruff is not installed")
+    pytest.importorskip("ruff")
+    ruff = [sys.executable, "-m", "ruff"]
     config = ["--no-cache", "--config", str(FOLDER / ".ruff.toml"), str(FILE)]
     for command in (["format", "--check"], ["check"]):
-        found = subprocess.run([ruff, *command, *config], capture_output=True, text=True)
+        found = subprocess.run([*ruff, *command, *config], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout + found.stderr
