@@ -2771,7 +2771,7 @@ def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns (tokenizer, model). Raises UsageError if parts are missing."""
+    """Returns (tokenizer, model). Raises UsageError for missing or wrong parts."""
     import transformers
 
     where = f"--model {name}"
@@ -2798,7 +2798,7 @@ CUT = "\ufdd0"  # no character
 
 
 class HubPolicy(Policy):
-    """The policy of --model. dtype: dtype of the parameters. Forward passes use --dtype."""
+    """The policy of --model. dtype: of the parameters."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         name = cfg.model
@@ -2808,7 +2808,7 @@ class HubPolicy(Policy):
         # Not buffers: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
-        # Compute dtype. With several trainers, FSDP casts instead.
+        # Of the forward passes. With several trainers, FSDP casts instead.
         self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         self.learns_entropy = cfg.entropy > 0
@@ -3080,9 +3080,8 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 class UserProcess:
     """Runs `call_task` in a process that is killed when late, with all that it has started.
 
-    The user's code runs in its main thread, as signal handlers need. Groups of plain functions are
-    scored one after another, and each gets --reward-deadline. Coroutines of all groups run
-    together, and each coroutine gets it.
+    Plain functions score one group after another, and each group gets --reward-deadline. Coroutines
+    of all groups run together, and each coroutine gets it.
     """
 
     cfg: Flags
@@ -3111,7 +3110,7 @@ class UserProcess:
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method} within {limit_s:g} s: {place_of(error)}"
-        self.kill()  # the next group gets a new process
+        self.kill()
         return [[reason] * len(groups[0])]
 
     def kill(self) -> None:
@@ -3148,7 +3147,7 @@ RUNNER = asyncio.Runner()  # kept clients need one event loop
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns what a method of the task gives for groups, up to the first without a coroutine."""
+    """Returns the results for groups, up to the first without a coroutine."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3163,9 +3162,8 @@ def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]
 
 
 def result_of(cfg: Flags, method: str, prompt: Prompt, responses: list[str]) -> Any:
-    """Returns what task.score or task.reply returns or raises."""
     try:
-        # A copy: the user's code may change a prompt.
+        # The user's code may change a prompt.
         return getattr(user_task(cfg), method)(copy.deepcopy(prompt), responses)
     except BaseException as error:  # SystemExit, too
         return error
@@ -3222,9 +3220,9 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 # == 13. RECOVERY ====
 # Problem. A run takes days; a machine or the trainer fails sooner. Without the optimizer state and
 #   the position in the data, Adam's moments are 0, and prompts are skipped or drawn twice.
-# Rule. A checkpoint is one file: the trainer's weights and moments in fp32, which prompts were
-#   drawn and which were in flight, and the log. It gets its name once it is synced to disk. No
-#   random state is saved: prompts' numbers are the seeds.
+# Rule. A checkpoint is one file: weights and moments in fp32, which prompts were drawn and which
+#   were in flight, and the log. It gets its name once it is synced to disk. No random state is
+#   saved: prompts' numbers are the seeds.
 # Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
 #   the newest two, and the one that is being written.
 #
@@ -3283,7 +3281,6 @@ async def with_restarts(
 
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
-    """Yields the prompts to resample, and then new ones."""
     # The next checkpoint has the rest of the list.
     while requeued:
         yield task.prompt(requeued.pop(0))
@@ -3321,12 +3318,11 @@ async def train_saved(
 
 
 async def finished(work: Awaitable[Any]) -> Any:
-    """Returns the result of the work. If the caller is cancelled, first lets the work finish."""
+    """Awaits the work to its end, even if a signal cancels the caller."""
     task = ensure_future(work)
     try:
         return await asyncio.shield(task)
     finally:
-        # A signal must not end half a save.
         await wait([task])
 
 
@@ -3429,8 +3425,7 @@ def export(trainer: Trainer, folder: str) -> None:
         return
     try:
         # An older export may have been in shards, or in another format.
-        weights = "pytorch_model.bin"
-        for stale in ("model.safetensors.index.json", f"{weights}.index.json", weights):
+        for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
@@ -3439,7 +3434,7 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 def write_durably(path: Path, content: Record | str) -> None:
-    """Replaces a file, which at any time has the old or the new content."""
+    """Replaces a file. At any time it has the old or the new content."""
     beside = path.with_name(path.name + ".new")
     try:
         with open(beside, "wb") as file:
@@ -3476,7 +3471,6 @@ def restore(trainer: Trainer, path: str) -> None:
         group["lr"] = learner.cfg.lr  # the flag may have changed
     if state["critic"] and learner.critic:
         learner.critic.load(state["critic"])
-    # Generators pull the restored weights.
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
@@ -3489,7 +3483,7 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 
 async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
-    """Returns the weights after training. Kills the trainer once, at a step other than 0."""
+    """Returns the weights after training. Kills the trainer once, after at_step, if not 0."""
     checkpoints = Checkpoints(report.folder / f"run_{at_step}")
 
     async def work(run: Run) -> Tensor:
@@ -3523,7 +3517,7 @@ async def demo_recovery(report: Report) -> None:
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
 #
-# Cost. A copy of the model; 12 bytes per parameter and checkpoint (about 24 with a critic).
+# Cost. A copy of the model, besides the checkpoints.
 
 # -- the command ---
 
@@ -3535,7 +3529,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     checkpoints = Checkpoints(folder, 2 if cfg.checkpoint else 1)
     work = partial(do_command, checkpoints, cfg)
     model = folder / "model"
-    if model.is_dir():  # version 0, which has had its supervised steps
+    if model.is_dir():
         cfg = replace(cfg, model=str(model), sft_steps=0)
     device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
@@ -3546,7 +3540,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
-    """flags: to be saved, now that the run has begun."""
+    """flags: the user's, which are saved now that the run has begun."""
     cfg = run.cfg
     if cfg.train:
         save_flags(flags, checkpoints.folder)
@@ -3654,14 +3648,10 @@ class UserRun(Run):
         await super().close()
 
     async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        """Returns no groups if a request fails, so that an evaluation does not end the run."""
-        groups: list[Group] = []
-        try:
-            groups = await super().sample_and_score(*args, **options)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
+        """Raises RunError after many requests in a row without a reward."""
+        groups = await super().sample_and_score(*args, **options)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
-        # The reward function may always raise: after an evaluation without a reward, one is enough.
+        # After an evaluation without a reward, one request is enough.
         has_scored = self.version or None not in dict(self.progress.heldout).values()
         if self.num_fruitless >= (20 if has_scored else 2):
             reason = ["no prompt fits the context", *self.errors][-1]
@@ -3708,7 +3698,7 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(self.step_and_log(groups))  # in spite of a signal
+        await finished(self.step_and_log(groups))
 
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
@@ -3718,7 +3708,7 @@ class UserRun(Run):
         await self.trainer.request(require_finite)
 
     def write_log(self, row: Record) -> None:
-        """Writes a line of JSON, with null for NaN. On a full disk the run goes on without log."""
+        """Writes a line of JSON, with null for NaN."""
         finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
             self.log.write(json.dumps(finite) + "\n")
@@ -3774,7 +3764,6 @@ def step_line(row: Record) -> str:
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
         f"  {row['tokens_per_s']:.0f} tokens/s"
     )
-    # Totals are shown once they are above 0.
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
@@ -3797,12 +3786,12 @@ class UserLearner(Learner):
         self.penalty = penalty
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """Makes a step. If it runs out of memory, tries once more with smaller micro-batches."""
+        """If memory runs out, tries once more with smaller micro-batches."""
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
             half = self.cfg.tokens_per_micro_batch // 2
-        # Here, after `except`, the tensors of the failed pass are gone.
+        # After `except` the tensors of the failed pass are gone.
         print(f"out of memory: going on with --tokens-per-micro-batch {half}")
         self.cfg = replace(self.cfg, tokens_per_micro_batch=half)
         self.optimizer.zero_grad()
@@ -3822,8 +3811,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # Equally many parts for all ranks: FSDP gathers each layer on all at once. The longest of
-        # each `num_ranks` rows decide.
+        # FSDP gathers each layer on all ranks at once, so all have equally many parts. The longest
+        # of each `num_ranks` rows decide.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3905,7 +3894,7 @@ def verify(policy: HubPolicy) -> None:
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     """Applies FSDP2: ranks keep parts of weights, and gather a layer to use it."""
-    from torch.distributed import fsdp  # takes half a second
+    from torch.distributed import fsdp
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -3923,7 +3912,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]]
     if cfg.reward != "model":
         return by_task
     task: Any = user_task(cfg)
-    prefer = getattr(task.task, "prefer", None)  # of the object inside UserTask
+    prefer = getattr(task.task, "prefer", None)
     if cfg.ask_every and (not prefer or task.reply or len(task.prompt(0).turns) > 1):
         raise UsageError("--ask-every: a task with prefer, and of one turn")
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
@@ -3965,7 +3954,7 @@ def right_episodes(policy: Policy, prompts: Iterator[Prompt]) -> Iterator[Episod
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
-    # The model itself learns the answers, however cold the sampling is.
+    # However cold the sampling is.
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
@@ -3982,7 +3971,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer: raises held-out accuracy to about 0.07."""
+    """Runs in the trainer."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
     trainer.writer.publish(trainer.version)  # not pulled yet
     trainer.writer.wait()
@@ -3990,7 +3979,7 @@ def warm_start(trainer: Trainer, num_steps: int) -> None:
 
 # -- flags that are kept ---
 
-# Flags of one command:
+# Not saved:
 OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
     report""".split()
 
@@ -4067,7 +4056,7 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    # Monarch keeps a stopped actor alive, so drop its attributes.
+    # Monarch keeps a stopped actor alive.
     vars(worker).clear()
 
 
@@ -4089,7 +4078,7 @@ class DeviceWriter(WeightWriter):
 #   the batch does not depend on the user.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is a target minus V, normalized over the batch.
-# Cost. A network as large as the policy, whole in one process.
+# Cost. A network as large as the policy, in one process.
 #
 # The target of a turn's tokens is its reward plus what is expected after it. The sampled sum of
 # later rewards is noisy; V' has the critic's error. Generalized advantage estimation (GAE, Schulman
@@ -4123,7 +4112,7 @@ def value_network(policy: Policy) -> Any:
 
 
 def gae(episode: Episode, values: list[float]) -> list[float]:
-    """Returns the advantage of each token; 0 if it was not sampled. values: V before each."""
+    """Returns the advantage of each sampled token, 0 for others. values: V before each."""
     advantage = [0.0] * len(episode.ids)
     target = 0.0
     for turn in range(len(episode.rewards), 0, -1):
@@ -4132,7 +4121,7 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
         places = [i for i, t in enumerate(episode.turn_of) if t == turn]
         for place in places:
             advantage[place] = target - values[place]
-        # V' + 0.8 (target' - V') of the turn before.
+        # V' + 0.8 (target' - V'), for the turn before.
         target = values[places[0]] + 0.8 * advantage[places[0]]
     return advantage
 
@@ -4146,7 +4135,6 @@ class Critic:
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
-        """Returns the advantage of each token, normalized over the batch."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
@@ -4261,10 +4249,7 @@ Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
-    """Returns the prompt, and the chosen and the rejected text, of each line of a file.
-
-    A line: {"prompt": text or messages, "chosen": text, "rejected": text}. Raises UsageError.
-    """
+    """Returns (prompt, [chosen, rejected]) for each line. Raises UsageError."""
     preferences = []
     for where, line in lines_of(path) if path.is_file() else []:
         prompt = prompt_of(0, line, where)
@@ -4332,7 +4317,7 @@ class RewardModel:
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        """Makes one pass over the pairs, in random order."""
+        """Makes one epoch, in random order."""
         # Two rows for each pair, the chosen one first.
         rows = [e for pair in self.rng.sample(pairs, len(pairs)) for e in pair]
         longest = max([len(e.ids) for e in rows], default=1)
@@ -4360,8 +4345,7 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Over samples of p, the mean gradient of k2, (log p - log q) grad log p, is the gradient of KL(p,
-    q); that of log p - log q is 0.
+    Over samples of p, the mean gradient of k2 is that of KL(p, q); that of log p - log q is 0.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4518,7 +4502,7 @@ class Outlet(Actor):
 def relayed_reader(
     outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
 ) -> WeightReader:
-    """Returns a reader of this host's arena. The first creates it, and starts the relay."""
+    """Returns a reader of this host's arena, which the first call creates, with a relay."""
     # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -4559,7 +4543,7 @@ def this_url() -> str:
 
 def serve_worker(folder: str, url: str) -> None:
     """Runs one Monarch host after another, until a signal. url: without a port."""
-    # At SystemExit `finally` runs.
+    # SystemExit runs `finally`.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     # node7.url has the URL.
@@ -4646,7 +4630,6 @@ class HostPool(Pool):
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
-        """Starts a process on a host with less than its share."""
         while True:
             urls = {*urls_in(self.folder)} - self.silent
             for url in urls:
@@ -4744,7 +4727,7 @@ def chart(name: str, points: list[tuple[int, float]]) -> str:
     ys = [y for _, y in points]
     low = min(ys)
     high = max(ys)
-    # Into 100 x 100 units, where y grows downwards: (2, 0.5) becomes "20,50".
+    # Into 100 x 100 units, where y grows downwards.
     width = xs[-1] - xs[0] or 1
     height = high - low or 1
     line = ""
@@ -4759,11 +4742,11 @@ def chart(name: str, points: list[tuple[int, float]]) -> str:
 
 
 def write_page(path: str, run: Run, start_s: float) -> None:
-    """Writes the page of a run. start_s: of this command, in seconds since 1970."""
+    """Writes the page of a run. start_s: when the command began."""
     rows = run.progress.rows
     shares = [share for _, share in run.progress.heldout if share is not None] or [math.nan]
     title = f"{run.version} steps, held-out accuracy {shares[0]:.3f} to {shares[-1]:.3f}"
-    # "monarch_rl.py --train ...: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
+    # "... --train: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
     summary = f"{' '.join(sys.argv)}: {run.version} steps, {time.time() - start_s:.1f} s"
     for service in run.services:
         for each in service.failures:
@@ -4771,7 +4754,7 @@ def write_page(path: str, run: Run, start_s: float) -> None:
 
     curves = {name: [(row["step"], row[name]) for row in rows] for name in CURVES}
     curves["held-out accuracy"] = run.progress.heldout
-    # A share of time; the rest, the trainer waits for a batch.
+    # A share of time; for the rest the trainer waits.
     curves["trainer busy"] = [
         (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
         for before, row in pairwise(rows)
@@ -4820,15 +4803,11 @@ RENAMED = """
     --num-generations --group-size
     --max-completion-length --max-new-tokens
     --per-device-train-batch-size --prompts-per-step
-    --gradient-accumulation-steps --tokens-per-micro-batch
     --max-steps --steps
-    --num-train-epochs --steps
     --beta --kl
-    --bf16 --dtype
     --dataset --task
     --reward-funcs --reward
     --output-dir --checkpoint
-    --resume-from-checkpoint --checkpoint
 """
 
 
@@ -4879,7 +4858,7 @@ def line_with(text: str) -> int:
 
 
 def title_of(stage: Stage) -> str:
-    """Returns a line such as "[4/16] controllers: Actors that never met ...  (line 415)"."""
+    """Returns a line such as "[4/16] controllers: Actors that ...  (line 395)"."""
     place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
     line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
     return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
@@ -4908,7 +4887,7 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """Yields unmet requirements."""
+    """Yields requirements that flags do not meet."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
             # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
@@ -5035,7 +5014,7 @@ def main(argv: list[str] | None = None) -> int:
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment()
         if cfg.worker:
-            serve_worker(cfg.worker, this_url())  # until a signal
+            serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")  # port 0: any that is free
         # The owner handles faults (section 5).
