@@ -1786,6 +1786,15 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded, recomputed
 
 
+def num_asked_again(episodes: list[Episode]) -> int:
+    """Returns how many letters turns of RetryTask ask for although the response before has them."""
+    num_again = 0
+    for episode in episodes:
+        for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
+            num_again += sum(letter in response for letter in turn.answer)
+    return num_again
+
+
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
@@ -1810,8 +1819,11 @@ async def demo_rollout(report: Report) -> None:
         while reply := environment.reply(episode.prompt, episode.responses):
             episode.add_reply(reply)
             rollout(policy, [episode], next(seeds))
-    num_turns = sum(len(episode.responses) for episode in episodes)
-    report.check("turns in 16 conversations with an environment", num_turns, ">", 16)
+    # The same turns, but fixed before other responses were sampled.
+    fixed = new_episodes([episode.prompt for episode in episodes], 1)
+    num_again = num_asked_again(rollout(policy, fixed, next(seeds)))
+    report.check("letters that an environment asks for again", num_asked_again(episodes), "==", 0)
+    report.check("the same, by turns fixed in advance", num_again, ">", 0)
     exact = float(k3(*recompute_logprobs(policy, episodes)).mean())
     report.check("k3 in these conversations", exact, "<", 1e-10)
 
