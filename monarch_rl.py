@@ -2216,6 +2216,7 @@ async def scatter_gather(
 ) -> list[Any]:
     """Splits items into parts, requests the answers to all at once, and joins them."""
     # The parts have nearly the same length: 5 items in 2 parts are 2 and 3.
+    num_parts = max(1, num_parts)
     ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
     parts = [items[start:end] for start, end in pairwise(ends)]
     answers = await gather(*[request(part) for part in parts if part])
@@ -3666,12 +3667,7 @@ class UserRun(Run):
         await super().close()
 
     async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        """Returns no groups if a request fails, so that an evaluation does not end the run."""
-        groups: list[Group] = []
-        try:
-            groups = await super().sample_and_score(*args, **options)
-        except (ReplicaLost, ActorError) as error:
-            self.note_error(cause_of(error))
+        groups = await super().sample_and_score(*args, **options)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         # The reward function may always raise: after an evaluation without a reward, one is enough.
         has_scored = self.version or None not in dict(self.progress.heldout).values()

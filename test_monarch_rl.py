@@ -1381,6 +1381,7 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
         # One episode of a larger group is left out.
         assert [len(group) for group in groups] == [1] * (128 if num_samples == 1 else 0)
     assert len(set(seeds)) == len(seeds)
+    assert asyncio.run(run.sample_and_score([], 2, 0)) == []  # as without held-out prompts
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
