@@ -1786,6 +1786,15 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
     return recorded, recomputed
 
 
+def num_asked_again(episodes: list[Episode]) -> int:
+    """Returns how many letters turns of RetryTask ask for although the response before has them."""
+    num_again = 0
+    for episode in episodes:
+        for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
+            num_again += sum(letter in response for letter in turn.answer)
+    return num_again
+
+
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
@@ -1810,8 +1819,11 @@ async def demo_rollout(report: Report) -> None:
         while reply := environment.reply(episode.prompt, episode.responses):
             episode.add_reply(reply)
             rollout(policy, [episode], next(seeds))
-    num_turns = sum(len(episode.responses) for episode in episodes)
-    report.check("turns in 16 conversations with an environment", num_turns, ">", 16)
+    # The same turns, but fixed before other responses were sampled.
+    fixed = new_episodes([episode.prompt for episode in episodes], 1)
+    num_again = num_asked_again(rollout(policy, fixed, next(seeds)))
+    report.check("letters that an environment asks for again", num_asked_again(episodes), "==", 0)
+    report.check("the same, by turns fixed in advance", num_again, ">", 0)
     exact = float(k3(*recompute_logprobs(policy, episodes)).mean())
     report.check("k3 in these conversations", exact, "<", 1e-10)
 
@@ -2204,6 +2216,7 @@ async def scatter_gather(
 ) -> list[Any]:
     """Splits items into parts, requests the answers to all at once, and joins them."""
     # The parts have nearly the same length: 5 items in 2 parts are 2 and 3.
+    num_parts = max(1, num_parts)
     ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
     parts = [items[start:end] for start, end in pairwise(ends)]
     answers = await gather(*[request(part) for part in parts if part])
@@ -3648,7 +3661,6 @@ class UserRun(Run):
         await super().close()
 
     async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        """Raises RunError after many requests in a row without a reward."""
         groups = await super().sample_and_score(*args, **options)
         self.num_fruitless = 0 if groups else self.num_fruitless + 1
         # After an evaluation without a reward, one request is enough.

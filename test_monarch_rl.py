@@ -805,7 +805,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "drops", "disagree"])
+@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
@@ -813,12 +813,14 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load(folder)
     state = None
-    if fault == "nan":
+    if fault == "finite":
         model.get_input_embeddings().weight.data[3, 0] = math.nan
     if fault == "lm_head":  # lacks it
         state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     if fault == "more":
         model.model.more = torch.nn.Linear(2, 2)
+    if fault == "[0-9]":
+        tokenizer.add_tokens(["0", "9"])  # without an embedding
     if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
     model.save_pretrained(folder, state_dict=state)
@@ -921,8 +923,9 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
         return m.rollout(policy, copy.deepcopy(episodes), seed, len(seeds))
 
     async def reply(what: Any, conversations: Any) -> Any:
-        worker = SimpleNamespace(call_task=partial(m.call_task, CFG))
-        return await asyncio.to_thread(what, worker, conversations)
+        process = m.UserProcess(CFG)
+        process.call = partial(m.call_task, CFG)
+        return await asyncio.to_thread(what, SimpleNamespace(call_task=process), conversations)
 
     policy = policy_of()
     task = Environment(CFG.seed)
@@ -1381,6 +1384,7 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
         # One episode of a larger group is left out.
         assert [len(group) for group in groups] == [1] * (128 if num_samples == 1 else 0)
     assert len(set(seeds)) == len(seeds)
+    assert asyncio.run(run.sample_and_score([], 2, 0)) == []  # as without held-out prompts
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
@@ -1630,7 +1634,8 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
 def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
-    code.write_text("from user_neighbour import VALUE\ndef f():\n    return VALUE\n")
+    text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
+    code.write_text(text + "trl = lambda prompts, completions, **columns: []")
     assert m.load_python(f"{code}:f")() == 7
     specs = {
         f"{code}:g": "no attribute",
@@ -1655,7 +1660,7 @@ def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: P
 
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
-RESULTS += [(torch.tensor([0.5]), [0, 0.5]), ([0.25, torch.tensor(0.5)], [0.25, 0.5])]
+RESULTS += [(torch.tensor([0.25, 0.5]), [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
 NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
 NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
 
