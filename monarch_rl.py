@@ -3313,7 +3313,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    # Also during pauses.
+    # Sampling goes on in pauses.
     sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
     async with sampling as buffer:
         train = partial(learn, buffer) if buffer else partial(train_sync, run)
@@ -3374,7 +3374,7 @@ class Checkpoints:
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
-        """Writes a checkpoint. Returns whether it is written."""
+        """Returns whether a checkpoint is written."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             state = progress_state(run.progress)
@@ -3430,14 +3430,14 @@ def require_finite(trainer: Trainer) -> None:
 
 
 def export(trainer: Trainer, folder: str) -> None:
-    """Writes a folder for transformers. All ranks take part, as in a checkpoint."""
+    """Writes a folder for transformers. All ranks take part."""
     require_finite(trainer)
     policy = trainer.learner.policy
     state = whole_state(policy)
     if current_rank().rank > 0:
         return
     try:
-        # An older export may have been in shards, or in another format.
+        # Of an older export, in shards or another format.
         for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
@@ -3501,7 +3501,7 @@ async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
 
     async def work(run: Run) -> Tensor:
         training = train_saved(run, checkpoints, run.evaluate)
-        if run.version == 0 and at_step:  # not yet resumed
+        if run.version == 0 and at_step:
             training = gather(training, inject_fault(run, run.trainer, at_step, signal.SIGKILL))
         await training
         return await run.trainer.request(weights_of)
@@ -3522,10 +3522,10 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A run lasts hours. It must log, resume, keep its flags, and export.
+# Problem. A run must log, resume, keep its flags, and export.
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
-#   flags.json    flags of the newest --train: defaults for later commands
+#   flags.json    flags of the newest --train, for later commands
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #   preferences.jsonl   comparisons (section 15)
@@ -3930,7 +3930,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]]
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # The task's own scores show exploitation of the model.
+        # The task's scores show exploitation.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -4141,7 +4141,6 @@ def gae(episode: Episode, values: list[float]) -> list[float]:
 class Critic:
     def __init__(self, policy: Policy, cfg: Flags) -> None:
         self.network = value_network(policy)
-        # The tiny network takes larger steps than a pretrained one.
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
         self.cfg = cfg
         self.num_calls = 0
@@ -4298,7 +4297,7 @@ def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
 
 
 class RewardModel:
-    """Scores groups, and learns from preferences. fresh_path: the file of new comparisons."""
+    """Scores groups. fresh_path: the file of new comparisons."""
 
     def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
         self.cfg = cfg
@@ -4349,7 +4348,7 @@ class RewardModel:
         if self.cfg.ask_every and self.num_groups % self.cfg.ask_every == 0:
             fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
             self.known += fresh
-            # Three old pairs for each new one, against forgetting.
+            # Three old pairs per new one, against forgetting.
             self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         return [[0.0] * (len(e.responses) - 1) + [score] for e, score in zip(group, scores)]
 
@@ -4425,7 +4424,7 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # Of 250 prompts' 16 responses each, 8 are compared, for all three reward models.
+    # 4 pairs for each of 250 prompts, for all three reward models.
     prompts = list(islice(training_prompts(task), 250))
     for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
         compare(group, task.prefer, Path(cfg.preferences))
@@ -4568,7 +4567,6 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    """Runs a Monarch host until it is lost."""
     # Monarch cannot attach to a lost host's port again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
@@ -4590,7 +4588,6 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
 
 
 def urls_in(folder: Path) -> list[str]:
-    """Returns URLs such as "tcp://node7:41234"."""
     return [note.read_text() for note in folder.glob("*.url")]
 
 
@@ -4696,7 +4693,7 @@ async def demo_hosts(report: Report) -> None:
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
-    await service.replicas[0].processes.kill()  # ends its whole host
+    await service.replicas[0].processes.kill()
     answers = await reading
     await service.until_ready(4)
     answers += await gather(read(), read())
@@ -4774,7 +4771,6 @@ def write_page(path: str, run: Run, start_s: float) -> None:
     page = PAGE.replace("TITLE", title) + f"<h1>{title}</h1>\n"
     page += f"<p>{html.escape(summary)}\n<main>"
     for name, points in curves.items():
-        # Without NaN and None.
         known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
         page += chart(name, known) if known else ""
     page += "</main>\n"
@@ -4814,7 +4810,6 @@ RENAMED = """
     --learning-rate --lr
     --num-generations --group-size
     --max-completion-length --max-new-tokens
-    --per-device-train-batch-size --prompts-per-step
     --max-steps --steps
     --beta --kl
     --dataset --task
@@ -4870,7 +4865,6 @@ def line_with(text: str) -> int:
 
 
 def title_of(stage: Stage) -> str:
-    """Returns a line such as "[4/16] controllers: Actors that ...  (line 395)"."""
     place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
     line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
     return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
@@ -4881,7 +4875,7 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print("\n" + title_of(stage))
         result: Record = {"name": stage.name, "checks": [], "rows": []}
-        report.stages.append(result)  # filled by the demo
+        report.stages.append(result)
         start = time.monotonic()
         try:
             await stage.demo(report)
@@ -4894,12 +4888,12 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         if stage.name == cfg.stage:
             break
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
-    print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
+    print("Next: --train (DOCS 06)")
     return {}
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """Yields requirements that flags do not meet."""
+    """Yields unmet requirements."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
             # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
@@ -5001,7 +4995,7 @@ async def run_command(cfg: Flags) -> int:
     if received:
         with suppress(OSError):
             print(f"ended by {signal.Signals(received[0]).name}")
-        return 128 + received[0]  # shell convention
+        return 128 + received[0]
     return 1 if report.failed() else 0
 
 
@@ -5028,7 +5022,7 @@ def main(argv: list[str] | None = None) -> int:
         if cfg.worker:
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
-            monarch.actor.enable_transport(this_url() + ":0")  # port 0: any that is free
+            monarch.actor.enable_transport(this_url() + ":0")
         # The owner handles faults (section 5).
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
