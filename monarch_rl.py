@@ -805,7 +805,7 @@ class Processes:
     ids: list[int]  # process ids
 
     def deaths(self) -> list[Awaitable[str]]:
-        """Returns an awaitable per process, which waits for its death and returns the reason."""
+        """Returns an awaitable per process: the reason, once it has died."""
         return [until_dead(pid) for pid in self.ids]
 
     async def kill(self) -> None:
@@ -986,8 +986,8 @@ class WeightWriter:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
         self.thread = ThreadPoolExecutor(1)
-        # The tensors become views of one block, [slot bytes] uint8, so that a publish is one memory
-        # copy. The optimizer's updates in place write the block.
+        # The tensors become views of one block, [slot bytes] uint8: a publish is one memory copy.
+        # Updates in place write the block.
         self.block = torch.zeros_like(self.arena.slots[0])
         for spec in self.handle.layout:
             view = spec.view(self.block)
