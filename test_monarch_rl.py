@@ -2188,10 +2188,10 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 
 
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
-    words = "--train --steps 100000 --eval-prompts 8 --generators 1"
+    words = "--train --task repeat --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
         command = Command(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
-        command.until(beginning)  # at the second one, its workers are being started
+        command.until(beginning)  # the second time, its workers start
         until(lambda: len(command.children()) >= 2)  # noqa: B023
         for _ in range(2):  # to all processes; the second one changes nothing
             for number in (*command.children(), command.process.pid):
