@@ -4894,7 +4894,6 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         if stage.name == cfg.stage:
             break
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
-    print("Next: --train --model FOLDER --task FILE.jsonl (DOCS 06)")
     return {}
 
 
@@ -5044,7 +5043,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Workers find classes under the file's name. `python -P` has no path to it.
-    if "." in THIS_FILE.stem:
-        sys.exit("monarch_rl.py: a dot in its name: workers cannot import it")
     sys.path.append(str(THIS_FILE.parent))
     sys.exit(import_module(THIS_FILE.stem).main())
