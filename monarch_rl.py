@@ -6,7 +6,7 @@
 """monarch_rl: an asynchronous RL system for language models, in a single file.
 
 A generator samples while the trainer learns. Samples are at most K versions of the weights old
-(--max-staleness), no sample mixes two versions, and the loss of a generator only delays the run:
+(--max-staleness), no response mixes two versions, and the loss of a generator only delays the run:
 
     python monarch_rl.py                      the tour: all stages, 3 minutes on two cores
     python monarch_rl.py --stage weight_sync  stages 1 to 7
@@ -124,7 +124,7 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of the system. Each field is also a flag: --max-staleness, for example."""
+    """Each field is also a flag: --max-staleness, for example."""
 
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
@@ -147,7 +147,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Stage:
-    """One concept: its claim, its demo, and the one-line edit that makes the claim false."""
+    """One concept, and the one-line edit that makes its claim false."""
 
     name: str
     claim: str  # the first line of the demo's docstring
@@ -180,14 +180,14 @@ class Report:
         print(f"       {text}")
 
     def table(self, rows: list[Record]) -> None:
-        """Prints rows with the same keys, which become the heads of the columns."""
+        """Prints rows with the same keys, the heads of the columns."""
         self.stages[-1]["rows"] += rows
         shown = tabulate(rows, headers="keys", tablefmt="plain", floatfmt=".3g")
         for line in shown.splitlines():
             self.say(line)
 
     def check(self, what: str, value: Any, relation: str, bound: Any) -> None:
-        """Prints whether `value relation bound` holds, as in `check("lost", 0, "==", 0)`."""
+        """Prints whether `value relation bound` holds."""
         relations = {"==": value == bound, "<": value < bound, ">": value > bound}
         holds = bool(relations[relation])
         record = {"what": what, "value": value, "relation": relation, "bound": bound, "ok": holds}
@@ -270,7 +270,7 @@ async def demo_hello_actor(report: Report) -> None:
     lost = 200 - await total.take.call_one()
     report.check("additions of 200 lost by the actor", lost, "==", 0)
 
-    # The cost: 100 messages, one after another.
+    # The cost of a message.
     start = time.perf_counter()
     for _ in range(100):
         await total.take.call_one()
@@ -295,12 +295,11 @@ async def demo_hello_actor(report: Report) -> None:
 @stage(instead="await members.slice(worker=0).add.call()")
 async def demo_actor_mesh(report: Report) -> None:
     """One call reaches every member of a mesh; its adverb says which members run and answer."""
-    # 4 processes, with an actor and its total in each.
     procs = this_host().spawn_procs(per_host={"worker": 4})
     members = procs.spawn("members", Accumulator)
 
     async def totals() -> list[int]:
-        """Returns the additions of each member since the last call. Pending additions run first."""
+        """Returns the additions of each member. Pending additions run first."""
         answers = await members.take.call()
         return list(answers.values())
 
@@ -311,7 +310,6 @@ async def demo_actor_mesh(report: Report) -> None:
     await members.add.choose()
     report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
 
-    # Two calls of one member leave the state of the others alone.
     third = members.slice(worker=2)
     await gather(third.add.call_one(), third.add.call_one())
     state = await totals()
@@ -335,7 +333,7 @@ async def demo_actor_mesh(report: Report) -> None:
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
 # its processor. Without such a card Monarch does the same over TCP, by threads in Rust. Within a
-# host, section 7 uses shared memory instead, and a reader needs no copy.
+# host, section 7 uses shared memory instead.
 
 
 class Owner(Actor):
@@ -426,7 +424,6 @@ class Witness(Actor):
 @stage(instead='journal = this_proc().spawn("journal", Journal)')
 async def demo_controllers(report: Report) -> None:
     """Actors that never met find one singleton by its name."""
-    # Three processes look the journal up, and so does this one.
     procs = this_host().spawn_procs(per_host={"worker": 3})
     await procs.spawn("witnesses", Witness).report.call()
     journal = await get_or_spawn_controller("journal", Journal)
@@ -444,14 +441,14 @@ async def demo_controllers(report: Report) -> None:
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
 #   the process crashes  waits, then an error  a pidfd (until_dead), in milliseconds
-#   it hangs (stopped)   waits, then an error  unanswered pings, after `unresponsive_s`
+#   it hangs (stopped)   waits, then an error  an unanswered ping, after `unresponsive_s`
 #   an infinite loop     waits                 nothing: it needs a deadline (Part II: rewards)
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
-#   holds the GIL for longer than `unresponsive_s`: 30 s, in some demos 2 or 4 s.
+#   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Monarch supervises, too: it calls `__supervise__` of the actor that spawned a failed one. It
-# polls, so it takes seconds: a fallback for the two detectors.
+# Monarch itself calls `__supervise__` of the actor that spawned a failed one. It polls, so it takes
+# seconds: a fallback for the two detectors.
 
 
 class Worker(Actor):
@@ -493,7 +490,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """Kills a process with its children, unless it is dead already."""
+    """Kills a process with its children."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -504,7 +501,7 @@ async def until_dead(pid: int) -> str:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return "has died"
-    # The event loop watches the file; no thread and no polling.
+    # The event loop watches the file.
     loop = get_running_loop()
     has_ended = asyncio.Event()
     loop.add_reader(pidfd, has_ended.set)
@@ -550,7 +547,7 @@ class FaultyWorker(Worker):
 
 
 class Parent(Actor):
-    """Spawns another actor, its child, in a process of its own."""
+    """Spawns a child in another process."""
 
     def __init__(self) -> None:
         self.detected_s: float | None = None
@@ -561,7 +558,7 @@ class Parent(Actor):
         return procs.spawn(name, FaultyWorker)
 
     async def __supervise__(self, failure: Any) -> bool:
-        """Monarch calls this when a child has failed. True: the failure is handled here."""
+        """Returns whether the failure of a child is handled here."""
         self.detected_s = time.time()
         return True
 
@@ -613,7 +610,6 @@ async def demo_supervision(report: Report) -> None:
     for fault, seconds in times.items():
         rows.append({"fault": fault, **{who: seconds.get(who) for who in observers}})
     report.table(rows)
-    # Each failure, by the observer that is meant for it.
     report.check("observers of the exception", len(times["exception"]), "==", 1)
     report.check("crashes detected by the pidfd", int("pidfd" in times["crash"]), "==", 1)
     report.check("hangs detected by the ping", int("ping" in times["hang"]), "==", 1)
@@ -736,8 +732,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # The answer or the loss, whichever comes first. If both have come, the loss counts:
-            # what a caller does next would need the replica.
+            # The answer or the loss, whichever comes first. If both have come, the loss counts.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():
                 error = call.exception()
@@ -748,11 +743,11 @@ class Service:
                 replica.lose(cause_of(error))  # of several types: the process has ended
             raise ReplicaLost(replica.lost.result())
         finally:
-            call.cancel()  # has no effect if it is done; the worker is not interrupted
+            call.cancel()  # the worker is not interrupted
             del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another until `close` or an error that another would meet, too."""
+        """Runs one replica after another, until `close` or until starts fail."""
         num_failed_starts = 0
         while not self.error:
             try:
@@ -768,7 +763,7 @@ class Service:
         """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         processes = await self.pool.start(self.num_ranks)
-        # Monarch wants another name for each actor, also for a successor.
+        # Each actor needs another name, also a successor.
         worker = processes.mesh.spawn(f"{name}_{time.monotonic_ns()}", self.worker_class)
         replica = Replica(name, processes, worker)
         try:
@@ -802,10 +797,10 @@ class Processes:
     """The processes of one replica, one for each rank."""
 
     mesh: ProcMesh
-    ids: list[int]  # process ids
+    ids: list[int]
 
     def deaths(self) -> list[Awaitable[str]]:
-        """Returns an awaitable per process, which waits for its death and returns the reason."""
+        """Returns an awaitable per process: the reason, once it has died."""
         return [until_dead(pid) for pid in self.ids]
 
     async def kill(self) -> None:
@@ -831,7 +826,7 @@ class Pool:
         return Processes(mesh, list(ids.values()))
 
     async def end(self, replica: Replica) -> None:
-        """Ends the processes of a replica, whether it is lost or not."""
+        """Ends the processes of a replica, lost or not."""
         await replica.processes.kill()
 
 
@@ -855,14 +850,13 @@ async def demo_service(report: Report) -> None:
         get_running_loop().call_later(number / 10, os.kill, victim, how)
 
     async def is_right(number: int) -> bool:
-        """Requests a root, 2 ms after the request of the number before."""
         await sleep(number * 0.002)
         try:
             return await service.request("root", number) == math.sqrt(number)
         except (ActorError, ReplicaLost):
             return False
 
-    # 400 requests in 0.8 s, around the two faults.
+    # 400 requests, 2 ms apart, around the two faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     for failed in service.failures:
@@ -978,7 +972,7 @@ class Arena:
 
 
 class WeightWriter:
-    """The trainer's side. `publish` copies in a background thread."""
+    """The trainer's side."""
 
     copying: Future[None] | None = None
 
@@ -986,8 +980,8 @@ class WeightWriter:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
         self.thread = ThreadPoolExecutor(1)
-        # The tensors become views of one block, [slot bytes] uint8, so that a publish is one memory
-        # copy. The optimizer's updates in place write the block.
+        # The tensors become views of one block, [slot bytes] uint8: a publish is one memory copy.
+        # Updates in place write the block.
         self.block = torch.zeros_like(self.arena.slots[0])
         for spec in self.handle.layout:
             view = spec.view(self.block)
@@ -995,12 +989,12 @@ class WeightWriter:
             tensors[spec.name].data = view
 
     def publish(self, version: int) -> None:
-        """Begins to copy. Nobody may change the tensors until `wait` has returned."""
+        """Begins to copy in a thread. Nobody may change the tensors until `wait` has returned."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
     def wait(self) -> None:
-        """Returns when nothing is being copied. Raises an error of the copy, once."""
+        """Waits for the end of the copy, and raises its error."""
         copying = self.copying
         self.copying = None
         if copying:
@@ -1049,7 +1043,7 @@ class WeightReader:
         return version
 
     def read(self, slot: int) -> None:
-        """Points the tensors at a slot, which is leased."""
+        """Points the tensors at a leased slot."""
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
             tensor.data = view.to(tensor.device)  # a copy only on a GPU (Part II)
 
@@ -1088,17 +1082,16 @@ def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
         in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         num_bytes = tensor.numel() * in_slot.itemsize
         specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
-        # The next tensor begins on a cache line of 64 bytes: copies are faster if aligned.
+        # The next tensor begins on a cache line, because aligned copies are faster.
         offset += ceil(num_bytes / 64) * 64
     return tuple(specs)
 
 
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
-    """Returns an arena, and the handle by which other processes map it while this one lives."""
+    """Returns an arena, and its handle, which is valid while this process lives."""
     last = layout[-1]
     slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
-    # A file in memory without a name: unlike one in /dev/shm it cannot be left behind. Other
-    # processes open it as this one's descriptor.
+    # A file in memory without a name: unlike one in /dev/shm it cannot be left behind.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -1121,7 +1114,7 @@ def blocks(num_blocks: int) -> Weights:
 
 
 class ReaderWorker(Worker):
-    """Reads weights of which each version is filled with one number, its own."""
+    """Reads weights that are filled with the number of their version."""
 
     def setup(self, number: int, make_reader: Callable[..., WeightReader], num_blocks: int) -> None:
         self.reader = make_reader(number, blocks(num_blocks))
@@ -1223,10 +1216,10 @@ async def demo_weight_sync(report: Report) -> None:
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
-#   trainer rank 0     rows 0-2, all columns       writes this box into the slot
-#   trainer rank 1     rows 3-4, all columns       writes this box into the same slot
-#   generator rank 0   all rows, columns 0-11      views this box of the slot
-#   generator rank 1   all rows, columns 12-22     views this box of the slot
+#   trainer rank 0   rows 0-2, all columns     writes this box into the slot
+#   trainer rank 1   rows 3-4, all columns     writes this one into the same slot
+#   reader rank 0    all rows, columns 0-11    views this box of the slot
+#   reader rank 1    all rows, columns 12-22   views this one
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a view of it
@@ -1272,8 +1265,7 @@ class ShardedWriter(WeightWriter):
         slot = torch.tensor([self.arena.free_slot()])
         dist.broadcast(slot, 0, self.group)  # the choice of rank 0
         self.write(self.arena.slots[int(slot)])
-        # Waits until all have written.
-        dist.barrier(self.group)
+        dist.barrier(self.group)  # all have written
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
@@ -1292,7 +1284,7 @@ class ShardedWriter(WeightWriter):
 
 
 def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Makes this process a member of a gloo group. Waits until all have come."""
+    """Joins a gloo group. Waits until all have come."""
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
@@ -1302,7 +1294,7 @@ def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
 
 
 def example() -> Weights:
-    """Returns a matrix in which no two elements are equal, and a vector to replicate."""
+    """Returns a matrix of different elements, and a vector to replicate."""
     return {"matrix": torch.arange(1.0, 116.0).view(5, 23), "vector": torch.ones(23)}
 
 
@@ -1320,7 +1312,7 @@ class ShardWorker(Worker):
         return self.writer.handle
 
     def publish(self) -> int:
-        """Publishes. Returns the bytes that this rank has written."""
+        """Returns the bytes that this rank has written."""
         self.writer.publish(1)
         self.writer.wait()
         return self.writer.written_bytes
@@ -1380,7 +1372,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation before it is sampled. Its number is also that of its group."""
+    """A conversation without its responses. Its number is also that of its group."""
 
     number: int
     turns: tuple[Turn, ...]
@@ -1409,7 +1401,7 @@ class Task:
         raise NotImplementedError
 
     def grade(self, answer: Any, response: str) -> float:
-        """Returns from 0 to 1 how right a response is. answer: the right one."""
+        """Returns how right a response is, from 0 to 1."""
         raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
@@ -1444,7 +1436,7 @@ class LetterTask(Task):
 
 @dataclass
 class RetryTask(Task):
-    """An environment, which asks again for letters that were missing in a response.
+    """An environment, which asks again for missing letters.
 
     By example: "abc" -> ad, "bc" -> cb, and the conversation is over.
     """
@@ -1476,7 +1468,7 @@ class Episode:
     """One conversation, token by token, in plain lists, which travel in messages."""
 
     prompt: Prompt
-    version: int = 0  # of the weights that sampled it
+    version: int = 0  # of the weights that sampled its first turn
     ids: list[int] = field(default_factory=list)
     turn_of: list[int] = field(default_factory=list)  # from 1; 0: not sampled
     logprobs: list[float] = field(default_factory=list)  # 0.0 where it was not sampled
@@ -1500,7 +1492,7 @@ class Episode:
             self.add(token, 0, 0.0)
 
     def add_reply(self, reply: Turn) -> None:
-        """Appends a turn by an environment, which has no response yet."""
+        """Appends a turn by an environment."""
         reply = replace(reply, is_reply=True)
         self.prompt = replace(self.prompt, turns=(*self.prompt.turns, reply))
 
@@ -1512,7 +1504,7 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
     """Returns (tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
     import transformers  # here: it takes a second, and only processes with a policy need it
 
-    # The conversation above: <user>abc<end><assistant>.
+    # Renders as <user>abc<end><assistant>.
     tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     tokenizer = transformers.Qwen2Tokenizer(
@@ -1563,16 +1555,12 @@ class Policy:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids that a turn, from 0, appends to the conversation.
-
-        For later turns: everything after the last response, including its end token.
-        """
+        """Returns the ids that a turn, from 0, appends: all that follow the last response."""
         before, text = self.render_turn(prompt.turns[: turn + 1])
         return self.tokenize(text.removeprefix(before))
 
     def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
         """Returns the text up to the last response, and the text with the last turn."""
-        # A word stands in place of each response.
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
         before = self.render(earlier[:-1], True) + RESPONSE["content"] if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
@@ -1634,7 +1622,7 @@ class Decoder:
     def append(self, rows: list[list[int]]) -> None:
         """Feeds these ids. Shorter rows are padded on the left, where the mask [B, T] is 0.
 
-        All rows grow on the right: the newest token is in the last column.
+        The newest token of each row is in the last column.
         """
         width = max(len(row) for row in rows)
         padded = [[-1] * (width - len(row)) + row for row in rows]
@@ -1674,7 +1662,7 @@ class Decoder:
 def respond(
     policy: Policy, episodes: list[Episode], turn: int, rng: torch.Generator | None
 ) -> None:
-    """Samples a response for each episode, in one batch; a row that has ended leaves it.
+    """Samples a response for each episode, in one batch.
 
     Without cache and batch, for one episode::
 
@@ -1686,7 +1674,7 @@ def respond(
             if token in policy.end_ids:
                 break
 
-    turn: the number of the turn, from 1.
+    turn: from 1.
     """
     rows = episodes  # those without an end
     # Each turn reads the conversation again, because rows have left the last decoder.
@@ -1802,7 +1790,7 @@ async def demo_rollout(report: Report) -> None:
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
-    # 64 conversations of two turns, once as recorded, once as recomputed.
+    # 64 conversations of two turns.
     episodes = new_episodes([task.prompt(number) for number in range(16)], 4)
     recorded, recomputed = recompute_logprobs(policy, rollout(policy, episodes, seed=0))
     exact = float(k3(recorded, recomputed).mean())
@@ -1810,7 +1798,7 @@ async def demo_rollout(report: Report) -> None:
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
 
-    # 16 conversations with an environment, as long as it replies.
+    # Conversations with an environment, as long as it replies.
     environment = RetryTask(cfg.seed)
     episodes = new_episodes([environment.prompt(number) for number in range(16)], 1)
     seeds = count()
@@ -1933,8 +1921,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 class Batch:
     """A micro-batch of episodes: B rows, T columns, N sampled tokens, row by row."""
 
-    num_tokens: int  # sampled, in all micro-batches: the denominator of the loss
-    ids: Tensor  # [B, T], as in `Policy.token_logprobs`
+    num_tokens: int  # sampled in all episodes of a step: the denominator of the loss
+    ids: Tensor  # [B, T]
     is_sampled: Tensor  # [B, T - 1]
     old_logprobs: Tensor  # [N]
     advantage: Tensor  # [N]
@@ -1943,7 +1931,7 @@ class Batch:
 
 @dataclass
 class StepStats:
-    """Statistics of one update. Means are over the sampled tokens of the rows in it."""
+    """Statistics of one update. Means are over the sampled tokens of its rows."""
 
     num_tokens: int
     loss: float  # with ppo near 0: -A, and the advantages of a group add up to 0
@@ -1995,7 +1983,7 @@ class Learner:
         return per_token
 
     def update(self, batches: list[Batch]) -> StepStats:
-        """Makes one update; gradients add up over the micro-batches."""
+        """Makes one update from all micro-batches."""
         start = time.perf_counter()
         per_token = []
         for batch in batches:
@@ -2004,11 +1992,11 @@ class Learner:
             if batch.prox_logprobs is None:
                 batch.prox_logprobs = logp.detach()
             loss = self.token_losses(batch, logp, entropy)
-            # The mean over the tokens of all micro-batches, in parts.
+            # The mean over the tokens of the step, in parts: gradients add up.
             (loss.sum() / batch.num_tokens).backward()
             per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
         grad_norm = self.clip_gradients()
-        # One NaN would spoil all weights, so such an update is skipped, and the log shows it.
+        # One NaN would spoil all weights, so such an update is skipped.
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -2057,7 +2045,7 @@ class Learner:
         """
         parts = []
         while rows:
-            # By example, 3 rows: 3 * 300 <= 1000 tokens.
+            # All are padded to the longest.
             longest = len(episodes[rows[0]].ids)
             num_rows = max(1, self.cfg.tokens_per_micro_batch // longest)
             parts.append(rows[:num_rows])
@@ -2081,8 +2069,8 @@ def groups_of(episodes: list[Episode]) -> list[Group]:
 class Bandit:
     """A contextual bandit: 4 prompts, with 16 possible responses of one token each.
 
-    A policy is a table [4, 16] of logits. grad J is computed exactly, from all responses, and
-    compared with estimates from samples.
+    A policy is a table [4, 16] of logits. grad J is computed exactly, and compared with
+    estimates from samples.
     """
 
     rewards: Tensor  # [4, 16]
@@ -2215,7 +2203,7 @@ async def scatter_gather(
     items: list[Any], num_parts: int, request: Callable[..., Any]
 ) -> list[Any]:
     """Splits items into parts, requests the answers to all at once, and joins them."""
-    # The parts have nearly the same length: 5 items in 2 parts are 2 and 3.
+    # 5 items in 2 parts are 2 and 3.
     num_parts = max(1, num_parts)
     ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
     parts = [items[start:end] for start, end in pairwise(ends)]
@@ -2382,7 +2370,7 @@ class Run:
         await gather(*[service.close() for service in self.services])
 
     def draw(self, num_prompts: int) -> list[Prompt]:
-        """Returns the next prompts. Their groups are in flight. Raises ReplicaLost."""
+        """Returns the next prompts. Their groups are in flight."""
         # Without a trainer, generators could wait for ever for its weights.
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
@@ -2403,10 +2391,7 @@ class Run:
     async def sample_and_score(
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
-        """Returns groups of scored episodes, or none if a request fails.
-
-        seed: of the run. If None, decodes greedily.
-        """
+        """Returns groups of scored episodes, or none if a request fails."""
         # At most 64 prompts and 512 rows in one request, to bound the memory of KV caches.
         size = max(1, min(64, 512 // group_size))
         try:
@@ -2417,7 +2402,7 @@ class Run:
             )
             sampled = groups_of(episodes)
             conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-            # The reward workers share the groups; the answers come in the same order.
+            # The reward workers share the groups.
             score = partial(self.reward_workers.request, "score")
             scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
         except (ReplicaLost, ActorError) as error:
@@ -2439,8 +2424,7 @@ class Run:
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # Each request has a seed of its own: a multiple for the run, another one for the turn, plus
-        # the number of its first prompt. It stays below 2^63.
+        # Its own seed, below 2^63, from the run, the turn and the first prompt.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2451,7 +2435,7 @@ class Run:
         return sampled
 
     async def step(self, groups: list[Group]) -> None:
-        """Lets the trainer train on a batch. Counts the groups, and adds a row."""
+        """Trains on a batch. Counts the groups, and adds a row."""
         episodes = list(chain(*groups))
         stats = await self.trainer.request("step", episodes)
         row = self.describe(groups, stats)
@@ -2459,7 +2443,6 @@ class Run:
         self.progress.rows.append(row | self.progress.counts())
 
     def note_error(self, reason: str) -> None:
-        """Counts a group or an episode that was lost."""
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
@@ -2486,7 +2469,7 @@ class Run:
 
 
 def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
-    """Yields the prompts of a task from this number on, without those that are held out."""
+    """Yields the prompts of a task from this number on, without held-out ones."""
     for number in count(first):
         prompt = task.prompt(number)
         if not prompt.is_held_out:
@@ -2525,7 +2508,7 @@ async def begin_demo(report: Report) -> Run:
 @stage(instead="version = 0")
 async def demo_sync_rl(report: Report) -> None:
     """The loop, one thing at a time: both programs agree, and the reward rises."""
-    # 100 steps of 16 groups of 8 episodes, with held-out accuracy before and after.
+    # 100 steps of 16 groups of 8 episodes.
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
@@ -2560,8 +2543,8 @@ async def demo_sync_rl(report: Report) -> None:
 #   v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
 #   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
-# Long responses come late, so most dropped groups have long ones, and the policy trains on shorter
-# responses than it produces.
+# Groups with long responses come late, and more of them are dropped, so the policy trains on
+# shorter responses than it produces.
 #
 # -- 12a. Two loops ---
 
@@ -2580,7 +2563,7 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
 
 
 async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
-    """Consumes batches, waits for the trainer, frees room. Ends after num_steps."""
+    """Consumes batches. Ends after num_steps."""
     for _ in range(num_steps):
         batch = await buffer.take()
         # The trainer updates, and begins to publish. Then the batch is no longer in flight.
@@ -2596,7 +2579,7 @@ async def generating(
 
     If the body or `generate` raises, the other is cancelled.
 
-    num_batches: the most that are in flight; by default max_staleness + 1.
+    num_batches: the most that are in flight; by default K + 1.
     """
     buffer = ReplayBuffer(run, max_staleness, num_batches or max_staleness + 1)
     try:
@@ -2606,7 +2589,7 @@ async def generating(
             # No new requests. Leaving the TaskGroup waits.
             producer.cancel()
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # what the caller would expect of a plain call
+        raise errors.exceptions[0] from None  # as from a plain call
     run.progress.end("dropped", numbers_of(buffer.ready))
 
 
@@ -2614,7 +2597,7 @@ async def generating(
 
 
 class ReplayBuffer:
-    """A queue of groups with bounded staleness, where the two loops meet. Each group is used once.
+    """A queue of groups with bounded staleness. Each group is used once.
 
     One event loop runs all methods, so they need no thread lock.
     """
@@ -2692,7 +2675,7 @@ async def demo_async_rl(report: Report) -> None:
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
 
     # 60 steps with two faults, and twice as many batches in flight as the bound allows, so that
-    # groups grow too old, and are dropped.
+    # groups grow too old.
     await gather(
         inject_fault(run, run.generators, 210, signal.SIGKILL),
         inject_fault(run, run.reward_workers, 230, signal.SIGSTOP),
@@ -2704,7 +2687,7 @@ async def demo_async_rl(report: Report) -> None:
     failures = [*run.generators.failures, *run.reward_workers.failures]
     report.check("workers lost and replaced", len(failures), "==", 2)
 
-    # 30 steps with more batches in flight, and a bound that lets their groups pass.
+    # 30 steps with more batches in flight, and a higher bound.
     await train_async(run, max_staleness + 8, 30)
     unbounded = max(row["staleness"] for row in rows)
     report.check("largest staleness, with the bound raised by 8", unbounded, ">", max_staleness)
@@ -4888,7 +4871,6 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         if stage.name == cfg.stage:
             break
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
-    print("Next: --train (DOCS 06)")
     return {}
 
 
@@ -5038,7 +5020,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     # Workers find classes under the file's name. `python -P` has no path to it.
-    if "." in THIS_FILE.stem:
-        sys.exit("monarch_rl.py: a dot in its name: workers cannot import it")
     sys.path.append(str(THIS_FILE.parent))
     sys.exit(import_module(THIS_FILE.stem).main())

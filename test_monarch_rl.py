@@ -2065,9 +2065,8 @@ def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / "tabulate.py").write_text("import os\nos.kill(os.getpid(), 2)")  # Ctrl-C
     early = how | {"env": env | {"PYTHONPATH": str(tmp_path)}}
-    for name, here, wanted in (("m.py", early, "-2"), ("m.v2.py", how, "1.*a dot in its name.*")):
-        odd = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / "copy" / name)], **here)
-        assert re.fullmatch(wanted, f"{odd.returncode}{odd.stderr.decode().strip()}")
+    ended = subprocess.run([sys.executable, shutil.copy(FILE, tmp_path / "copy" / "m.py")], **early)
+    assert (ended.returncode, ended.stderr) == (-2, b"")
     (tmp_path / "math.py").write_text("1 / 0")  # is not taken for the one of Python
     file = shutil.copy(FILE, tmp_path / "copy" / "my-rl.py")
     command = f"{sys.executable} -P {file} --only hello_actor --json out.json"
@@ -2188,10 +2187,10 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
 
 
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
-    words = "--train --steps 100000 --eval-prompts 8 --generators 1"
+    words = "--train --task repeat --steps 100000 --eval-prompts 8 --generators 1"
     for beginning in ("step", "the tiny policy"):
         command = Command(tmp_path, f"{words} --checkpoint RUN", TMPDIR=str(tmp_path))
-        command.until(beginning)  # at the second one, its workers are being started
+        command.until(beginning)  # the second time, its workers start
         until(lambda: len(command.children()) >= 2)  # noqa: B023
         for _ in range(2):  # to all processes; the second one changes nothing
             for number in (*command.children(), command.process.pid):
