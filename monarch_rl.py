@@ -3425,7 +3425,7 @@ def export(trainer: Trainer, folder: str) -> None:
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
         policy.tokenizer.save_pretrained(folder)
-    except Exception as error:  # as when the disk is full
+    except Exception as error:
         raise RunError(f"{folder}: {cause_of(error)}") from error
 
 
@@ -3928,7 +3928,6 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
-        # Tokenize as plain text.
         tokens = policy.tokenizer(response, add_special_tokens=False, split_special_tokens=True)
         for token in tokens["input_ids"] + policy.end_ids[:1]:
             episode.add(token, turn + 1, 0.0)
@@ -4634,7 +4633,6 @@ class HostPool(Pool):
             await sleep(0.1)
 
     async def _start_on(self, url: str) -> HostProcess:
-        print(f"starting on {url}")
         # `ca`: see run_host.
         host = monarch.actor.attach_to_workers(ca="trust_all_connections", workers=[url])
         mesh = host.spawn_procs({"rank": 1})
