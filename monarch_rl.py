@@ -3011,9 +3011,7 @@ def load_python(spec: str) -> Any:
         raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
-    # After Python's library, before installed packages.
-    packages = [i for i, each in enumerate(sys.path) if each.endswith("-packages")]
-    sys.path.insert(min(packages, default=len(sys.path)), str(file.parent))
+    sys.path.append(str(file.parent))  # last: it must hide no module
     # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
