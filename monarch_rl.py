@@ -129,7 +129,7 @@ class Config:
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
-    max_new_tokens: int = 0  # of a response; 0: what the task needs
+    max_new_tokens: int = 0  # of a response; 0 (Part II): what the task needs
     temperature: float = 1.0  # of the sampling
     tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
@@ -141,7 +141,7 @@ class Config:
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
     entropy: float = 0.0  # the weight of an entropy bonus
-    lr: float = 0.0  # the learning rate; 0: 1e-6, for the tiny policy 1e-3
+    lr: float = 0.0  # the learning rate; 0 (Part II): 1e-6, tiny policy 1e-3
     eval_prompts: int = 256  # the held-out prompts of an evaluation
 
 
@@ -448,7 +448,7 @@ async def demo_controllers(report: Report) -> None:
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
 # Monarch itself calls `__supervise__` of the actor that spawned a failed one. It polls, so it takes
-# seconds: a fallback for the two detectors.
+# seconds: slower than the two detectors.
 
 
 class Worker(Actor):
@@ -471,7 +471,7 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         method = getattr(type(self), what) if isinstance(what, str) else what
-        # The thread may send messages, so it needs this call's context, which names the actor.
+        # Monarch finds the sender of a message in the context, which threads do not inherit.
         in_context: Any = contextvars.copy_context().run
         return await get_running_loop().run_in_executor(
             self.thread, in_context, method, self, *args
@@ -518,13 +518,13 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # If this process stood still in one half, it gets the answer in the other.
+            # If this process was stopped (Ctrl-Z) in one half, it reads the answer in the other.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
                 return f"has not answered a ping for {unresponsive_s:g} s"
             ping.result()
-        except Exception as error:  # of several types: the process has ended
+        except Exception as error:  # a failed ping: the process has ended
             return cause_of(error)
         finally:
             ping.cancel()
@@ -622,7 +622,7 @@ async def demo_supervision(report: Report) -> None:
 # Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
 #   and each caller has to know which actors are left.
 # Rule. A service owns interchangeable replicas, and gives a request to the one with the fewest in
-#   flight, so that none waits behind a long rollout. An attempt has one of three outcomes:
+#   flight, so that few wait behind a long rollout. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
@@ -687,7 +687,7 @@ class Service:
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # those that are ready
     failures: list[Replica] = field(default_factory=list)  # those that were lost
-    error: Exception | None = None  # set when replicas can no longer be started
+    error: Exception | None = None  # set when no replica is started any more
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
     async def begin(self) -> None:
@@ -875,8 +875,8 @@ async def demo_service(report: Report) -> None:
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
 # A slot is *CPU staging* in host memory: the trainer need not know who reads, or when. Left, a
-# broadcast in a process group is one operation of all members, so the trainer waits for the last
-# rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# broadcast in a process group begins when all members have called it, so the trainer waits for the
+# last rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -1355,7 +1355,7 @@ async def demo_reshard(report: Report) -> None:
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
-# Cost. Two more numbers per token.
+# Cost. Three more numbers per token, with that of its turn.
 # Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 # -- 9a. Tasks and prompts ---
@@ -1391,7 +1391,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 class Task:
     """Defines the prompts and the rewards of a run."""
 
-    max_new_tokens = 0  # of a response; 0: min(256, half of the context)
+    max_new_tokens = 0  # of a response; 0 (Part II): min(256, half of the context)
     # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
     # environment has it. The same arguments must give the same reply: a request may be repeated.
     reply: Callable[[Prompt, list[str]], Turn | None] | None = None
@@ -1438,7 +1438,7 @@ class LetterTask(Task):
 class RetryTask(Task):
     """An environment, which asks again for missing letters.
 
-    By example: "abc" -> ad, "bc" -> cb, and the conversation is over.
+    By example: asked "abc", a policy says "ad"; then asked "bc", it says "cb": over.
     """
 
     seed: int
@@ -1566,12 +1566,12 @@ class Policy:
         return before, self.render([*earlier, *turns[-1].messages], True)
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Returns the text of a response, for rewards and people; training reads the ids."""
+        """Returns the text of the newest response, for rewards; training reads the ids."""
         ids = episode.ids[episode.turn_of.index(turn) :]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Returns logits of ids [B, T], at the positions in `logits_to_keep`."""
+        """Returns logits of ids [B, T], at positions, or the last ones, by `logits_to_keep`."""
         return self.model(ids, **inputs).logits
 
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
@@ -1934,7 +1934,7 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of its rows."""
 
     num_tokens: int
-    loss: float  # with ppo near 0: -A, and the advantages of a group add up to 0
+    loss: float  # with ppo near 0: -A, and the advantages of responses add up to 0
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before it is cut to 1
@@ -1956,7 +1956,7 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """Makes cfg.epochs updates on these episodes.
 
-        Returns the statistics of the first: it begins with the weights that are published.
+        Returns the statistics of the first: only it begins with the published weights.
         """
         batches = self.micro_batches(episodes, self.advantages(episodes))
         stats = [self.update(batches) for _ in range(self.cfg.epochs)]
@@ -1966,8 +1966,8 @@ class Learner:
         """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
         A response is worth the rewards to go: those of its turn and of later turns, which it leads
-        to. It is compared with those of the same turn in the group; if all others have ended, it
-        gets 0.
+        to. It is compared with those of the same turn in the group; if all others have ended, a
+        baseline leaves 0.
         """
         per_token = []
         for group in groups_of(episodes):
@@ -2213,9 +2213,9 @@ async def scatter_gather(
 
 # -- 11b. The actors of a run ---
 
-# Of a group: each episode's prompt and responses, and its rewards by turn, or why there are none.
-Conversations = list[tuple[Prompt, list[str]]]
-Rewards = list[list[float] | str]
+# Of a group:
+Conversations = list[tuple[Prompt, list[str]]]  # each episode's prompt and responses
+Rewards = list[list[float] | str]  # its rewards by turn, or why there are none
 
 
 # Each worker gets a function that makes its part in its own process. Part II passes others.
@@ -2230,7 +2230,7 @@ def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
     """Returns a function that calls a method of the task, "score" here, for each episode."""
     task = LetterTask(cfg.seed)
     return lambda method, groups: [
-        [getattr(task, method)(*episode) for episode in group] for group in groups
+        [getattr(task, method)(*conversation) for conversation in group] for group in groups
     ]
 
 
@@ -2523,13 +2523,13 @@ async def demo_sync_rl(report: Report) -> None:
 # == 12. ASYNC RL ====
 # Problem. In the synchronous loop one side always waits for the other. If both run all the time,
 #   samples grow old without a bound.
-# Rule. Two loops and a buffer. The first requests groups while fewer than K + 1 batches are in
+# Rule. Two loops and a buffer. The first requests groups, so that at most K + 1 batches are in
 #   flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
 #
 #   generate                                                  learn
-#     draw    waits until fewer than K + 1 batches              take   waits for a batch;
-#             are in flight                                            drops groups older than K
+#     draw    waits for room: at most K + 1                     take   waits for a batch;
+#             batches are in flight                                    drops groups older than K
 #     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1, published
 #       ^                                                         |
 #       +------------- room for another batch --------------------+
@@ -2589,7 +2589,7 @@ async def generating(
             # No new requests. Leaving the TaskGroup waits.
             producer.cancel()
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # as from a plain call
+        raise errors.exceptions[0] from None  # the first error, without its group
     run.progress.end("dropped", numbers_of(buffer.ready))
 
 
@@ -2738,7 +2738,7 @@ class Flags(Config):
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
 #   policy.
-# Cost. One process more per reward worker, one message more per group.
+# Cost. Two processes more per reward worker, one message more per group.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -2790,7 +2790,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # no character
+CUT = "\ufdd0"  # in no text
 
 
 class HubPolicy(Policy):
@@ -2811,7 +2811,7 @@ class HubPolicy(Policy):
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         rope = getattr(config, "rope_parameters", None) or {}
-        # In longer texts Phi-3 rotates all keys otherwise, also cached ones.
+        # Beyond it, Phi-3 rotates all keys differently, also cached ones.
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
@@ -2859,7 +2859,7 @@ class HubPolicy(Policy):
             must_appear = message["role"] not in ("system", "assistant")
             if must_appear and content.strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-            # "<|im_end|>" in a message would end the turn: "<" is tokenized apart.
+            # "<|im_end|>" in a message would end the turn: cut, "<" is a token apart.
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
@@ -2870,7 +2870,7 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps thoughts apart: their marks may be special tokens, or end the prompt."""
+        """Keeps marks of thoughts, which may be special tokens, or end the prompt."""
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -3123,7 +3123,7 @@ def guard() -> None:
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a plain script: imports from here, and any start method.
+        # As in a plain script, imports from here, and a start method of the user's choice.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3186,8 +3186,8 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
             raise result
         if method == "score":
             return rewards_from(result, len(prompt.turns))
-        if result is None:
-            return None
+        if result is None or isinstance(result, Turn):
+            return result
         turn = prompt_of(0, {"prompt": result}, "reply").turns[0]
         # The right answer stays that of the turn before.
         return replace(turn, answer=prompt.turns[-1].answer)
@@ -3225,7 +3225,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
 #   synchronous          the same samples in the same order: equal bit for bit
-#   asynchronous         the same prompts; the samples and their order differ
+#   asynchronous         the same prompts are drawn; samples and their order differ
 
 
 @dataclass
@@ -3405,7 +3405,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are not finite, or so large that logits cannot be."""
     norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
-    # Attention multiplies four weights, and float32 ends at 3.4e38. NaN fails the comparison.
+    # Attention multiplies four weights: (1e9)^4 < 3.4e38. NaN fails the comparison.
     if not norm < 1e9:
         raise RunError(f"the weights are not finite after step {trainer.version}: lower --lr")
 
@@ -3751,7 +3751,7 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(row: Record) -> str:
-    """Adds a sample to steps 1, 11, 21."""
+    """Returns what is printed of a step, with a sample of steps 1, 11, 21."""
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
@@ -3911,7 +3911,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]]
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # The task's scores show exploitation.
+        # Held-out prompts are scored by the task: exploitation shows.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -4007,7 +4007,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # == PROCESSES AND DEVICES ====
 # Problem. Imports cost a new process 4 s of CPU time. Weights may be on a GPU, or in another dtype
 #   than slots.
-# Rule. A process whose actor has ended gets another one, in 16 ms. A writer casts and copies.
+# Rule. A process whose actor has ended takes the next actor. A writer casts and copies.
 # Cost. Memory of idle processes. A publish takes longer than one memory copy.
 
 
@@ -4742,7 +4742,7 @@ def write_page(path: str, run: Run, start_s: float) -> None:
 
     curves = {name: [(row["step"], row[name]) for row in rows] for name in CURVES}
     curves["held-out accuracy"] = run.progress.heldout
-    # A share of time; for the rest the trainer waits.
+    # The rest: waits, saves, evaluations.
     curves["trainer busy"] = [
         (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
         for before, row in pairwise(rows)
