@@ -1355,7 +1355,7 @@ async def demo_reshard(report: Report) -> None:
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
-# Cost. Three more numbers per token, with that of its turn.
+# Cost. Three more numbers per token.
 # Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 # -- 9a. Tasks and prompts ---
@@ -1391,7 +1391,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 class Task:
     """Defines the prompts and the rewards of a run."""
 
-    max_new_tokens = 0  # of a response; 0 (Part II): min(256, half of the context)
+    max_new_tokens = 0  # of a response; 0: min(256, half of the context)
     # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
     # environment has it. The same arguments must give the same reply: a request may be repeated.
     reply: Callable[[Prompt, list[str]], Turn | None] | None = None
@@ -3751,7 +3751,7 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(row: Record) -> str:
-    """Returns what is printed of a step, with a sample of steps 1, 11, 21."""
+    """Returns the line of a step, with a sample for steps 1, 11, 21."""
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
@@ -3911,7 +3911,7 @@ def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]]
     model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # Held-out prompts are scored by the task: exploitation shows.
+        # The task scores held-out prompts: exploitation shows.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
