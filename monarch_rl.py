@@ -757,7 +757,7 @@ class Service:
                 num_failed_starts += 1
                 raised = isinstance(error, ActorError)  # in another process it would raise again
                 if raised or num_failed_starts == 3 or not self.replaces:
-                    self.error = error
+                    self.error = self.error or error
 
     async def _live(self, number: int) -> None:
         """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
@@ -2204,7 +2204,6 @@ async def scatter_gather(
 ) -> list[Any]:
     """Splits items into parts, requests the answers to all at once, and joins them."""
     # 5 items in 2 parts are 2 and 3.
-    num_parts = max(1, num_parts)
     ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
     parts = [items[start:end] for start, end in pairwise(ends)]
     answers = await gather(*[request(part) for part in parts if part])
@@ -2397,7 +2396,7 @@ class Run:
         try:
             episodes = await scatter_gather(
                 prompts,
-                ceil(len(prompts) / size),
+                ceil(len(prompts) / size) or 1,
                 lambda some: self.request_rollout(new_episodes(some, group_size), seed),
             )
             sampled = groups_of(episodes)
@@ -3085,7 +3084,7 @@ class UserProcess:
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
         results: list[Any] = []
         while len(results) < len(groups):
-            results += self.call(method, groups[len(results) :])
+            results += self.call(method, groups[len(results) :][:64])
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
@@ -3174,7 +3173,8 @@ async def awaited(result: Any, limit_s: float) -> Any:
     if isinstance(result, list):
         return await gather(*[awaited(each, limit_s) for each in result])
     try:
-        return await wait_for(result, limit_s) if inspect.isawaitable(result) else result
+        async with asyncio.timeout(limit_s):
+            return await result if inspect.isawaitable(result) else result
     except BaseException as error:
         return error
 
@@ -3591,8 +3591,6 @@ async def evaluate_pass_at_k(run: Run, num_samples: int = 0) -> dict[str, float 
     if right:
         accuracies["pass@1"] = fmean(fmean(group) for group in right)
         accuracies[f"pass@{num_samples}"] = fmean(any(group) for group in right)
-    if run.num_too_long:
-        print(f"{run.num_too_long} episodes did not fit the context")
     shown = [f" {name} {value:.3f}" for name, value in accuracies.items() if value is not None]
     print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
     return accuracies
@@ -3641,9 +3639,9 @@ class UserRun(Run):
         self.reporting.cancel()
         await super().close()
 
-    async def sample_and_score(self, *args: Any, **options: Any) -> list[Group]:
-        groups = await super().sample_and_score(*args, **options)
-        self.num_fruitless = 0 if groups else self.num_fruitless + 1
+    async def sample_and_score(self, prompts: list[Prompt], *args: Any, **how: Any) -> list[Group]:
+        groups = await super().sample_and_score(prompts, *args, **how)
+        self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
         # After an evaluation without a reward, one request is enough.
         has_scored = self.version or None not in dict(self.progress.heldout).values()
         if self.num_fruitless >= (20 if has_scored else 2):
@@ -3677,12 +3675,12 @@ class UserRun(Run):
         try:
             return await super().request_rollout(episodes, seed)
         except ActorError:
-            refused = await self.generators.request(refusals, [e.prompt for e in episodes])
-            if not refused:
+            reasons = await self.generators.request(refusals, [e.prompt for e in episodes])
+            if not any(reasons):
                 raise
-        for reason in refused.values():
+        for reason in filter(None, reasons):
             self.note_error(reason)
-        accepted = [e for e in episodes if e.prompt.number not in refused]
+        accepted = [e for e, reason in zip(episodes, reasons) if not reason]
         return await super().request_rollout(accepted, seed) if accepted else []
 
     def note_error(self, reason: str) -> None:
@@ -3852,15 +3850,15 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     return learner, make_writer(weights, cfg.generators, dtype)
 
 
-def refusals(generator: Generator, prompts: list[Prompt]) -> dict[int, str]:
-    """Returns the reasons, by number, why the chat template refuses prompts."""
-    reasons = {}
-    for prompt in prompts:
-        try:
-            for turn in range(len(prompt.turns)):
-                generator.policy.prompt_ids(prompt, turn)
-        except UsageError as error:
-            reasons[prompt.number] = f"{prompt.turns[0].messages!r:.80}: {error}"
+def refusals(generator: Generator, prompts: list[Prompt]) -> list[str]:
+    """Returns why the chat template refuses each prompt; "" if it does not."""
+    reasons = [""] * len(prompts)
+    for place, prompt in enumerate(prompts):
+        for number, turn in enumerate(prompt.turns):
+            try:
+                generator.policy.prompt_ids(prompt, number)
+            except UsageError as error:
+                reasons[place] = f"{turn.messages!r:.80}: {error}"
     return reasons
 
 
@@ -4740,7 +4738,7 @@ def write_page(path: str, run: Run, start_s: float) -> None:
         for each in service.failures:
             summary += f"; {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
 
-    curves = {name: [(row["step"], row[name]) for row in rows] for name in CURVES}
+    curves = {name: [(row["step"], row.get(name)) for row in rows] for name in CURVES}
     curves["held-out accuracy"] = run.progress.heldout
     # The rest: waits, saves, evaluations.
     curves["trainer busy"] = [
@@ -4770,7 +4768,6 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
     "OMP_NUM_THREADS": "1",  # there are more processes than cores
-    "TOKENIZERS_PARALLELISM": "false",  # else a warning after a fork
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -4823,8 +4820,8 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        (ours,) = re.findall(rf" {name} (\S+)", RENAMED) or ["--help"]
-        raise UsageError(f"unknown: {name}; see {ours}")
+        ours = re.search(rf" {re.escape(name)} (\S+)", RENAMED)
+        raise UsageError(f"unknown: {name}; see {ours[1] if ours else '--help'}")
 
     given = vars(known)
     for name in given.keys() & {"model", "task", "reward", "preferences"}:

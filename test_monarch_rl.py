@@ -1448,11 +1448,15 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
         run = run_of(m, CFG, Refusing())
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
-        assert (run.num_too_long, sum(run.errors.values())) == (0, 2)
+        assert (run.num_too_long, sum(run.errors.values())) == (0, 4)  # of two prompts
         assert [group[0].prompt.number for group in groups] == [
             i for i, t in enumerate(texts) if t != "b"
         ]
     assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
+    # Of a group, whose conversations have different replies, only one is refused.
+    group = [m.Prompt(0, (*PROMPT.turns, m.user_turn(text, ""))) for text in "bp"]
+    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("[0]", "[-1]")
+    assert [bool(r) for r in m.refusals(SimpleNamespace(policy=policy), group)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -1674,10 +1678,15 @@ def test_results_of_score() -> None:
 
 
 def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
-    async def fails() -> None:
-        raise KeyError("no g")
+    async def fails(error: BaseException = KeyError("no g")) -> None:
+        raise error
 
-    results: dict[str, Any] = {"a": lambda: 0.5, "b": lambda: 1 / 0, "e": lambda: sys.exit(3)}
+    results: dict[str, Any] = {
+        "x": lambda: fails(SystemExit(3)),
+        "a": lambda: 0.5,
+        "b": lambda: 1 / 0,
+        "e": lambda: sys.exit(3),
+    }
     results |= {"f": lambda: asyncio.sleep(0, 0.25), "g": fails, "h": lambda: asyncio.sleep(0)}
     task = SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
@@ -1970,6 +1979,7 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
         ("--learning_rate=1", "--lr"),
         ("--num-generations", "--group-size"),
         ("--max-stalenes", "--help"),
+        ("--foo[", "--help"),
     ):
         assert m.main([word, "2"]) == 2
         assert wanted in capsys.readouterr().err
