@@ -3678,8 +3678,9 @@ class UserRun(Run):
             reasons = await self.generators.request(refusals, [e.prompt for e in episodes])
             if not any(reasons):
                 raise
-        for reason in filter(None, reasons):
-            self.note_error(reason)
+        for reason in reasons:
+            if reason:
+                self.note_error(reason)
         accepted = [e for e, reason in zip(episodes, reasons) if not reason]
         return await super().request_rollout(accepted, seed) if accepted else []
 
@@ -4820,8 +4821,8 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        ours = re.search(rf" {re.escape(name)} (\S+)", RENAMED)
-        raise UsageError(f"unknown: {name}; see {ours[1] if ours else '--help'}")
+        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED) or ["--help"]
+        raise UsageError(f"unknown: {name}; see {ours.pop()}")
 
     given = vars(known)
     for name in given.keys() & {"model", "task", "reward", "preferences"}:

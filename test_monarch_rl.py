@@ -1678,7 +1678,7 @@ def test_results_of_score() -> None:
 
 
 def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
-    async def fails(error: BaseException = KeyError("no g")) -> None:
+    async def fails(error: BaseException) -> None:
         raise error
 
     results: dict[str, Any] = {
@@ -1687,7 +1687,11 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
         "b": lambda: 1 / 0,
         "e": lambda: sys.exit(3),
     }
-    results |= {"f": lambda: asyncio.sleep(0, 0.25), "g": fails, "h": lambda: asyncio.sleep(0)}
+    results |= {
+        "f": lambda: asyncio.sleep(0, 0.25),
+        "g": lambda: fails(KeyError()),
+        "h": lambda: asyncio.sleep(0),
+    }
     task = SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
     group = [(PROMPT, [response]) for response in results]
