@@ -1438,7 +1438,7 @@ class LetterTask(Task):
 class RetryTask(Task):
     """An environment, which asks again for missing letters.
 
-    By example: asked "abc", a policy says "ad"; then asked "bc", it says "cb": over.
+    By example: asked "abc", a policy says "ad"; then asked "bc", it says "cb". It is over.
     """
 
     seed: int
@@ -2737,7 +2737,7 @@ class Flags(Config):
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
 #   policy.
-# Cost. Two processes more per reward worker, one message more per group.
+# Cost. Two more processes per reward worker, and one more message per group.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -3600,7 +3600,7 @@ async def evaluate_pass_at_k(run: Run, num_samples: int = 0) -> dict[str, float 
 
 
 class UserRun(Run):
-    """saved: the folder of checkpoints and comparisons."""
+    """A run of the user. saved: its folder."""
 
     cfg: Flags
 
