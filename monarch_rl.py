@@ -57,7 +57,7 @@ import contextvars
 import copy
 import ctypes
 import fcntl
-import html
+import gc
 import inspect
 import json
 import math
@@ -980,13 +980,8 @@ class WeightWriter:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
         self.thread = ThreadPoolExecutor(1)
-        # The tensors become views of one block, [slot bytes] uint8: a publish is one memory copy.
-        # Updates in place write the block.
-        self.block = torch.zeros_like(self.arena.slots[0])
-        for spec in self.handle.layout:
-            view = spec.view(self.block)
-            view.copy_(tensors[spec.name].detach())
-            tensors[spec.name].data = view
+        # In one block a publish is one memory copy. Updates in place write the block.
+        self.block = move_into_block(tensors, self.handle.layout, self.arena.slots[0])
 
     def publish(self, version: int) -> None:
         """Begins to copy in a thread. Nobody may change the tensors until `wait` has returned."""
@@ -1045,7 +1040,7 @@ class WeightReader:
     def read(self, slot: int) -> None:
         """Points the tensors at a leased slot."""
         for tensor, view in zip(self.tensors.values(), self.views[slot], strict=True):
-            tensor.data = view.to(tensor.device)  # a copy only on a GPU (Part II)
+            tensor.data = view
 
 
 # -- 7c. What lies in a slot ---
@@ -1085,6 +1080,17 @@ def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
         # The next tensor begins on a cache line, because aligned copies are faster.
         offset += ceil(num_bytes / 64) * 64
     return tuple(specs)
+
+
+def move_into_block(tensors: Weights, layout: Layout, slot: Tensor) -> Tensor:
+    """Makes the tensors views of one block, [slot bytes] uint8 on their device. Returns it."""
+    first = next(iter(tensors.values()))
+    block = torch.zeros_like(slot, device=first.device)
+    for spec in layout:
+        view = spec.view(block)
+        view.copy_(tensors[spec.name].detach())
+        tensors[spec.name].data = view
+    return block
 
 
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
@@ -1283,10 +1289,10 @@ class ShardedWriter(WeightWriter):
             self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int) -> None:
-    """Joins a gloo group. Waits until all have come."""
+def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
+    """Joins a process group. Waits until all have come."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
+        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
     )
 
 
@@ -1570,6 +1576,9 @@ class Policy:
         ids = episode.ids[episode.turn_of.index(turn) :]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def decoder(self, rows: list[list[int]]) -> Decoder:
+        return Decoder(self, rows)
+
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         """Returns logits of ids [B, T], at positions, or the last ones, by `logits_to_keep`."""
         return self.model(ids, **inputs).logits
@@ -1587,7 +1596,11 @@ class Policy:
         # The logits at one position are of the token at the next. Both are [B, C, ...] -> [N, ...].
         is_kept = is_sampled[:, columns]
         targets = ids[:, 1:][:, columns][is_kept]  # [N]
-        logp = (logits[is_kept].float() / self.temperature).log_softmax(-1)  # [N, V]
+        return self.logprobs_of(logits[is_kept], targets)
+
+    def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, V] and [N] -> log-probabilities [N] of the targets, and entropies [N]."""
+        logp = (logits.float() / self.temperature).log_softmax(-1)  # [N, V]
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
         with torch.set_grad_enabled(self.learns_entropy):
@@ -1678,7 +1691,7 @@ def respond(
     """
     rows = episodes  # those without an end
     # Each turn reads the conversation again, because rows have left the last decoder.
-    decoder = Decoder(policy, [episode.ids for episode in rows])
+    decoder = policy.decoder([episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
@@ -2225,6 +2238,11 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
     return Learner(policy, cfg), WeightWriter(dict(policy.model.named_parameters()), cfg.generators)
 
 
+def make_policy(cfg: Config, number: int) -> Policy:
+    """number: of the generator."""
+    return Policy(cfg)
+
+
 def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
     """Returns a function that calls a method of the task, "score" here, for each episode."""
     task = LetterTask(cfg.seed)
@@ -2259,12 +2277,12 @@ class Generator(Worker):
         self,
         number: int,
         cfg: Config,
-        make_policy: Callable[[Config], Policy],
+        make_policy: Callable[[Config, int], Policy],
         make_reader: Callable[..., WeightReader],
     ) -> None:
         """Loads the policy. The arena may not exist yet."""
         self.number = number
-        self.policy = make_policy(cfg)
+        self.policy = make_policy(cfg, number)
         self.make_reader = make_reader
         self.reader: WeightReader | None = None
 
@@ -2338,7 +2356,8 @@ class Run:
         # A lost trainer has lost the newest weights, so it is not replaced.
         trainer_args = (cfg, make_learner, self.version)
         self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
-        self.generators = service(Generator, cfg.generators, setup_args=(cfg, Policy, WeightReader))
+        generator_args = (cfg, make_policy, WeightReader)
+        self.generators = service(Generator, cfg.generators, setup_args=generator_args)
         self.reward_workers = service(
             RewardWorker, cfg.reward_workers, setup_args=(cfg, make_scorer)
         )
@@ -2712,8 +2731,8 @@ class Flags(Config):
     model: str = ""  # folder or hub id; default: a tiny one
     task: str = "repeat"  # repeat, FILE.jsonl or FILE.py:CLASS
     reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward passes
-    device: Literal["", "cpu", "cuda"] = ""  # default: cuda if available and one trainer
+    dtype: Literal["", "float32", "bfloat16"] = ""  # of forward passes; on GPUs bfloat16
+    device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if each trainer has a GPU
     steps: int = 100  # training steps
     max_turns: int = 8  # of a conversation with an environment
     trainers: int = 1  # ranks of the trainer (FSDP2)
@@ -2723,13 +2742,11 @@ class Flags(Config):
     sft_steps: int = 0  # supervised steps before RL
     reward_deadline: float = 60.0  # seconds to score a group
     preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
-    ask_every: int = 0  # ask prefer() about every Nth group; 0: never
     checkpoint: str = ""  # folder from which the same command resumes
     save_every: int = 20  # steps between checkpoints
     eval_every: int = 0  # 0: only before and after
     log: str = ""  # file: JSON lines, one per step
     json: str = ""  # file: checks and figures
-    report: str = ""  # file: the page
 
 
 # == YOUR OWN DATA ====
@@ -2803,8 +2820,6 @@ class HubPolicy(Policy):
         # Not buffers: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
-        # Of the forward passes. With several trainers, FSDP casts instead.
-        self.dtype = dtype if cfg.trainers > 1 else getattr(torch, cfg.dtype)
         self.temperature = cfg.temperature
         self.learns_entropy = cfg.entropy > 0
         config = model.config.get_text_config()
@@ -2818,6 +2833,10 @@ class HubPolicy(Policy):
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         # Recurrent models may not accept position_ids.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        # See ON GPUS.
+        self.has_chunks = False  # `verify` sets it
+        self.has_graphs = self.device.type == "cuda"
+        self.graph: GraphDecoder | None = None
         self._read_template()
 
     def _read_template(self) -> None:
@@ -2880,11 +2899,16 @@ class HubPolicy(Policy):
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
         if not self.takes_positions:
             inputs.pop("position_ids", None)
-        if self.model.dtype == self.dtype:
-            return self.model(ids, **inputs).logits
-        # autocast would keep norms in float32; generators have bfloat16.
-        cast = {name: p.to(self.dtype) for name, p in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, cast, ids, inputs).logits
+        return super().forward(ids, **inputs)
+
+    def decoder(self, rows: list[list[int]]) -> Decoder:
+        prefilled = super().decoder(rows)
+        return graph_decoder(self, prefilled) if self.has_graphs else prefilled
+
+    def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+        if self.has_chunks:
+            return chunked_logprobs(self, ids, is_sampled)
+        return super().token_logprobs(ids, is_sampled)
 
 
 # -- a task in words ---
@@ -3509,7 +3533,6 @@ async def demo_recovery(report: Report) -> None:
 #   flags.json    flags of the newest --train, for later commands
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
-#   preferences.jsonl   comparisons (section 15)
 #
 # Cost. A copy of the model, besides the checkpoints.
 
@@ -3525,12 +3548,11 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     model = folder / "model"
     if model.is_dir():
         cfg = replace(cfg, model=str(model), sft_steps=0)
-    device = cfg.device or ("cuda" if torch.cuda.is_available() and cfg.trainers < 2 else "cpu")
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
-    cfg = replace(cfg, device=device, max_new_tokens=num_tokens)
+    cfg = replace(with_device(cfg), max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
-    return await with_restarts(checkpoints, partial(UserRun, cfg, report, folder, hosts), work)
+    return await with_restarts(checkpoints, partial(UserRun, cfg, report, hosts), work)
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
@@ -3538,7 +3560,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     cfg = run.cfg
     if cfg.train:
         save_flags(flags, checkpoints.folder)
-    start_s = time.time()
     # A resumed run takes version 0 as --model.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
@@ -3556,8 +3577,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
         raise RunError(f"step {run.version} is not saved")
     if cfg.evaluate and figures["evaluation"]["greedy"] is None:
         raise RunError("nothing scored")
-    if cfg.report:
-        write_page(cfg.report, run, start_s)
     return figures
 
 
@@ -3600,28 +3619,26 @@ async def evaluate_pass_at_k(run: Run, num_samples: int = 0) -> dict[str, float 
 
 
 class UserRun(Run):
-    """A run of the user. saved: its folder."""
+    """A run of the user."""
 
     cfg: Flags
 
     def __init__(
-        self,
-        cfg: Flags,
-        report: Report,
-        saved: Path,
-        hosts: HostPool | None,
-        progress: SavedProgress,
+        self, cfg: Flags, report: Report, hosts: HostPool | None, progress: SavedProgress
     ) -> None:
         super().__init__(cfg, report.pool, progress)
         learner = partial(user_learner, meeting_file=f"{report.folder}/{time.monotonic_ns()}")
         args: Any = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
-        reader = partial(relayed_reader, hosts.outlet) if hosts else WeightReader
-        make_policy = partial(load_policy, dtype=getattr(torch, cfg.dtype))
-        args = (cfg, make_policy, reader)
+        reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
+        if hosts:
+            reader = partial(relayed_reader, hosts.outlet, reader)
+        # The GPUs of a worker host are for generators only.
+        load = partial(load_policy, dtype=dtype_of(cfg), num_before=0 if hosts else cfg.trainers)
+        args = (cfg, load, reader)
         self.generators = replace(self.generators, pool=hosts or self.pool, setup_args=args)
-        args = (cfg, partial(user_scorer, folder=saved))
+        args = (cfg, user_scorer)
         self.reward_workers = replace(self.reward_workers, setup_args=args)
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
@@ -3776,6 +3793,8 @@ class UserLearner(Learner):
         self.num_ranks = cfg.trainers
         self.critic = critic
         self.penalty = penalty
+        if policy.device.type == "cuda":
+            self.optimizer = torch.optim.Adam(self.weights, cfg.lr, fused=True)
 
     def step(self, episodes: list[Episode]) -> StepStats:
         """If memory runs out, tries once more with smaller micro-batches."""
@@ -3788,6 +3807,18 @@ class UserLearner(Learner):
         self.cfg = replace(self.cfg, tokens_per_micro_batch=half)
         self.optimizer.zero_grad()
         return super().step(episodes)
+
+    def update(self, batches: list[Batch]) -> StepStats:
+        """Casts the weights once for all micro-batches. FSDP casts by itself."""
+        model: Any = self.policy.model
+        dtype = dtype_of(self.cfg)
+        if self.num_ranks > 1 or model.dtype == dtype:
+            return super().update(batches)
+        # Gradients pass through the copies to the weights in fp32. (autocast would keep norms in
+        # fp32, and generators have none.)
+        copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
+        with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
+            return super().update(batches)
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         return self.critic(episodes) if self.critic else super().advantages(episodes)
@@ -3815,6 +3846,11 @@ class UserLearner(Learner):
         return float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
 
 
+def dtype_of(cfg: Any) -> torch.dtype:
+    """Returns the dtype of forward passes and slots."""
+    return getattr(torch, cfg.dtype or "float32")
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor, and other tensors unchanged."""
     from torch.distributed.tensor import DTensor
@@ -3829,11 +3865,12 @@ def whole_state(policy: Policy) -> Weights:
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     """Runs in each rank of the trainer."""
     rank = current_rank().rank
-    dtype = getattr(torch, cfg.dtype)  # of forward passes and slots
-    policy = load_policy(cfg, torch.float32)
+    dtype = dtype_of(cfg)
+    policy = load_policy(cfg, rank, torch.float32)
     verify(policy)
     if cfg.trainers > 1:
-        form_group(meeting_file, rank, cfg.trainers)
+        backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
+        form_group(meeting_file, rank, cfg.trainers, backend)
         shard(policy.model, cfg.trainers, dtype)
     sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
@@ -3847,7 +3884,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     # One memory copy, if nothing is converted.
     if cfg.trainers == 1 and all(w.is_cpu and w.dtype == dtype for w in weights.values()):
         return learner, WeightWriter(weights, cfg.generators)
-    make_writer = ShardedWriter if cfg.trainers > 1 else DeviceWriter
+    make_writer = ShardedWriter if cfg.trainers > 1 else BlockWriter
     return learner, make_writer(weights, cfg.generators, dtype)
 
 
@@ -3863,32 +3900,39 @@ def refusals(generator: Generator, prompts: list[Prompt]) -> list[str]:
     return reasons
 
 
-def load_policy(cfg: Flags, dtype: torch.dtype) -> HubPolicy:
+def load_policy(cfg: Flags, number: int, dtype: torch.dtype, num_before: int = 0) -> HubPolicy:
+    """number: of the trainer's rank or the generator. num_before: other processes before it."""
     # More threads than cores would wait for each other.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
+    if cfg.device == "cuda":
+        use_gpu(num_before + number)
     return HubPolicy(cfg, dtype)
 
 
 def verify(policy: HubPolicy) -> None:
-    """Raises UsageError if rollout and trainer's pass disagree."""
+    """Raises UsageError if rollout and trainer's pass disagree, in fp32. Sets has_chunks."""
     probe = copy.copy(policy)
-    probe.dtype = torch.float32  # bfloat16 rounds by more than 1e-6
     probe.max_new_tokens = 4
     # Two lengths, so that one is padded.
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
-    logprobs = called(where, recompute_logprobs, probe, episodes)
-    if not float(k3(*logprobs).max()) < 1e-6:  # NaN raises, too
-        raise UsageError(f"{where} and the trainer's pass disagree")
+    # Without chunks, if the model scales or caps its logits.
+    for has_chunks in (policy.model.get_output_embeddings() is not None, False):
+        policy.has_chunks = has_chunks
+        logprobs = called(where, recompute_logprobs, policy, episodes)
+        if float(k3(*logprobs).max()) < 1e-6:  # NaN is not
+            return
+    raise UsageError(f"{where} and the trainer's pass disagree")
 
 
 def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
     """Applies FSDP2: ranks keep parts of weights, and gather a layer to use it."""
     from torch.distributed import fsdp
 
-    mesh = dist.device_mesh.init_device_mesh("cpu", (num_ranks,))
+    device: Any = next(model.parameters()).device.type
+    mesh = dist.device_mesh.init_device_mesh(device, (num_ranks,))
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # The layers are the longest list of modules.
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
@@ -3899,15 +3943,11 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
 
 
-def user_scorer(cfg: Flags, folder: Path) -> Callable[[str, list[Conversations]], list[Any]]:
+def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     by_task = UserProcess(cfg)
     if cfg.reward != "model":
         return by_task
-    task: Any = user_task(cfg)
-    prefer = getattr(task.task, "prefer", None)
-    if cfg.ask_every and (not prefer or task.reply or len(task.prompt(0).turns) > 1):
-        raise UsageError("--ask-every: a task with prefer, and of one turn")
-    model = RewardModel(cfg, prefer, folder / "preferences.jsonl")
+    model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
         # The task scores held-out prompts: exploitation shows.
@@ -3971,8 +4011,8 @@ def warm_start(trainer: Trainer, num_steps: int) -> None:
 # -- flags that are kept ---
 
 # Not saved:
-OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log json
-    report""".split()
+OF_COMMAND = """stage only list train evaluate export hosts worker checkpoint log
+    json""".split()
 
 
 def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
@@ -4003,11 +4043,10 @@ def save_flags(cfg: Flags, folder: Path) -> None:
     write_durably(folder / "flags.json", json.dumps(flags, indent=1))
 
 
-# == PROCESSES AND DEVICES ====
-# Problem. Imports cost a new process 4 s of CPU time. Weights may be on a GPU, or in another dtype
-#   than slots.
-# Rule. A process whose actor has ended takes the next actor. A writer casts and copies.
-# Cost. Memory of idle processes. A publish takes longer than one memory copy.
+# == WARM PROCESSES ====
+# Problem. Imports cost a new process 4 s of CPU time.
+# Rule. A process whose actor has ended takes the next actor.
+# Cost. Memory of idle processes.
 
 
 def prepare_process() -> None:
@@ -4049,19 +4088,244 @@ class WarmPool(Pool):
 def release(worker: Worker) -> None:
     # Monarch keeps a stopped actor alive.
     vars(worker).clear()
+    if torch.cuda.is_initialized():  # torch keeps freed memory, which other processes need
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
-class DeviceWriter(WeightWriter):
-    """Copies tensor by tensor, also from a GPU or another dtype."""
+# == ON GPUS ====
+# Problem. What is cheap on a CPU is not on a GPU. A copy of each tensor into ordinary memory moves
+#   1 GB/s where the bus has 55. Python starts 500 kernels per token, and the GPU waits for it. The
+#   logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB in fp32, several times.
+# Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
+#   Compute logits in chunks, and again in the backward pass.
+# Cost. A block of weights on each side, and a cache of fixed length.
+#
+#   trainer     weights --cast--> block --one copy, beside the next step--> slot
+#   generator   slot --one copy--> block, of which its weights are views
+#
+# Rank r of the trainer computes on GPU r, generator i on GPU trainers + i, modulo their number. By
+# example, one trainer and three generators:
+#
+#   1 GPU    all on 0
+#   2 GPUs   trainer 0   generators 1 0 1
+#   8 GPUs   trainer 0   generators 1 2 3
+
+# -- devices ---
+
+
+def with_device(cfg: Flags) -> Flags:
+    """Resolves --device and --dtype: GPUs, if each rank of the trainer has one, and bfloat16."""
+    has_gpus = torch.cuda.device_count() >= cfg.trainers
+    device = cfg.device or ("cuda" if has_gpus else "cpu")
+    dtype = cfg.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return replace(cfg, device=device, dtype=dtype)
+
+
+def use_gpu(number: int) -> None:
+    """Makes one GPU the current one of this thread, which is where "cuda" is."""
+    torch.cuda.set_device(number % torch.cuda.device_count())
+    free, total = torch.cuda.mem_get_info()
+    name = torch.cuda.get_device_name()
+    place = f"GPU {torch.cuda.current_device()}, {name}"
+    print(f"process {os.getpid()}: {place}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
+
+
+# -- weights as one block ---
+
+
+def pin(arena: Arena) -> None:
+    """Pins the slots for CUDA. Copies of memory that is not pinned take three times as long."""
+    cudart: Any = torch.cuda.cudart()
+    address = arena.slots.data_ptr()
+    error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
+    if error:  # perhaps a limit on locked memory
+        print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
+        with suppress(RuntimeError):  # the next kernel reports the error, too
+            torch.zeros(1, device="cuda")
+    else:
+        weakref.finalize(arena, cudart.cudaHostUnregister, address)
+
+
+class BlockWriter(WeightWriter):
+    """A writer of weights on a GPU, or in another dtype than the slot's.
+
+    `publish` casts them into a block; then they may change. One copy moves the block into a slot:
+    on a CPU a memmove, on a GPU on a stream of its own, beside the next step.
+    """
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
-        self.tensors = tensors
-        self.handle, self.arena = create_arena(layout_of(tensors, dtype), num_readers)
-        self.thread = ThreadPoolExecutor(1)
+        self.sources = [tensor.detach() for tensor in tensors.values()]
+        # These copies become views of the block.
+        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
+        super().__init__(copies, num_readers)
+        if self.block.is_cuda:
+            pin(self.arena)
+            self.stream = torch.cuda.Stream()
+            self.cast = torch.cuda.Event()
+
+    def publish(self, version: int) -> None:
+        self.wait()  # the copy of the version before still reads the block
+        # A GPU casts after the step and before the next one, in the order of its main stream.
+        torch._foreach_copy_([*self.tensors.values()], self.sources)  # pyright: ignore
+        if self.block.is_cuda:
+            self.cast.record()
+        super().publish(version)
 
     def write(self, slot: Tensor) -> None:
-        for spec in self.handle.layout:
-            spec.view(slot).copy_(self.tensors[spec.name].detach())
+        """Fills a slot. Returns when the bytes are there: `commit` follows."""
+        if self.block.is_cpu:
+            super().write(slot)
+            return
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.cast)
+            slot.copy_(self.block)
+
+
+class BlockReader(WeightReader):
+    """A reader with weights on a GPU: views of a block there, which one copy fills."""
+
+    def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
+        super().__init__(handle, reader, tensors)
+        # The addresses of the weights stay the same, as a CUDA graph needs.
+        self.block = move_into_block(tensors, handle.layout, self.arena.slots[0])
+        if self.block.is_cuda:
+            pin(self.arena)
+
+    def read(self, slot: int) -> None:
+        self.block.copy_(self.arena.slots[slot])
+
+
+# -- decoding by a graph ---
+
+
+class GraphDecoder(Decoder):
+    """Decodes by a CUDA graph: the kernels of a token are recorded once, and start all at once.
+
+    A graph has fixed shapes and addresses. So the cache has a fixed length; rows that have ended
+    stay in the batch; weights change in place. Causality hides the columns that are not used yet.
+    Without a GPU, the same passes run without a graph.
+
+    prefilled: a decoder that has read the prompts.
+    length: of the cache, in columns.
+    """
+
+    def __init__(self, policy: Policy, prefilled: Decoder, length: int) -> None:
+        from transformers.cache_utils import Cache, StaticLayer
+
+        self.policy = policy
+        self.mask = prefilled.mask.new_ones(len(prefilled.mask), length)
+        self.positions = torch.zeros_like(self.mask[:, :1])
+        self.ids = torch.zeros_like(self.positions)
+        # Layers with a sliding window get a whole cache, too; the mask has the window.
+        layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
+        for fixed, grown in zip(layers, prefilled.cache.layers):
+            fixed.lazy_initialization(grown.keys, grown.values)
+        self.cache = Cache(layers=layers)
+        self.begin(prefilled)
+        if self.ids.is_cuda:
+            self._pass()  # libraries allocate what they need
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.recorded = self._pass()
+            self.begin(prefilled)  # both passes have advanced cache and positions
+
+    def begin(self, prefilled: Decoder) -> None:
+        """Takes over the rows of a decoder, as many as before, with other ids."""
+        width = prefilled.mask.shape[1]
+        self.cache.reset()  # a masked NaN would still spoil a sum
+        for fixed, grown in zip(self.cache.layers, prefilled.cache.layers):
+            # Of a sliding window there are only the last columns.
+            columns = slice(width - grown.keys.shape[2], width)
+            fixed.keys[:, :, columns] = grown.keys  # [B, heads, columns, size]
+            fixed.values[:, :, columns] = grown.values
+            fixed.cumulative_length.fill_(width)
+        self.mask.fill_(1)
+        self.mask[:, :width] = prefilled.mask
+        self.positions.copy_(prefilled.mask.sum(1, keepdim=True) - 1)
+        self.logits = prefilled.logits
+        self.rows = torch.arange(len(self.mask), device=self.mask.device)
+
+    def _pass(self) -> Tensor:
+        """Returns the next logits of all rows, [B, V]. The cache and the positions advance."""
+        self.positions.add_(1)
+        inputs = {"attention_mask": self.mask, "position_ids": self.positions}
+        inputs |= {"cache": self.cache, "use_cache": True, "logits_to_keep": 1}
+        return self.policy.forward(self.ids, **inputs)[:, -1]
+
+    def append(self, rows: list[list[int]]) -> None:
+        """Feeds one id to each row that goes on."""
+        self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
+        if self.ids.is_cuda:
+            self.graph.replay()
+        else:
+            self.recorded = self._pass()
+        self.logits = self.recorded[self.rows]
+
+    def select(self, rows: list[int]) -> None:
+        """Names the rows that go on."""
+        self.rows = self.rows[rows]
+
+
+def graph_decoder(policy: HubPolicy, prefilled: Decoder) -> Decoder:
+    """Returns a decoder by a graph, or without one where that fails.
+
+    To record a graph takes as long as ten tokens, so the last one is kept. Lengths are rounded up,
+    so that the next turns and other prompts can use it.
+    """
+    num_rows, width = prefilled.mask.shape
+    length = ceil((width + policy.max_new_tokens) / 256) * 256
+    try:
+        if policy.graph and policy.graph.mask.shape == (num_rows, length):
+            policy.graph.begin(prefilled)
+        else:
+            policy.graph = GraphDecoder(policy, prefilled, length)
+        return policy.graph
+    except (AttributeError, RuntimeError) as error:  # a layer without keys, or a failed capture
+        print(f"decoding without a CUDA graph: {error}")
+        policy.has_graphs = False
+        return prefilled
+
+
+# -- logits in chunks ---
+
+
+def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what Policy.token_logprobs does, with the logits of some tokens at a time.
+
+    The head, the model's last layer, here returns [N, 2] in place of logits. The model's own
+    forward runs, so that FSDP's hooks do, too.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    columns = is_sampled.any(0).nonzero().flatten()
+    targets = ids[:, 1:][is_sampled]  # [N]
+    head: Any = policy.model.get_output_embeddings()
+    # Logits of 64 MiB in fp32; on a GPU, where small products are slow, 512 MiB.
+    size = (1 << (27 if ids.is_cuda else 24)) // len(head.weight) + 1
+
+    def of_chunk(hidden: Tensor, weight: Tensor, bias: Any, some: Tensor) -> Tensor:
+        """[n, H] -> [n, 2]: log-probabilities and entropies."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)  # [n, V]
+        return torch.stack(policy.logprobs_of(logits, some), 1)
+
+    def in_chunks(hidden: Tensor) -> Tensor:
+        """[B, columns, H] -> [N, 2]. The backward pass computes each chunk again."""
+        chunks = []
+        parts = hidden[is_sampled[:, columns]].split(size)
+        for part, some in zip(parts, targets.split(size)):
+            args = (of_chunk, part, head.weight, head.bias, some)
+            chunks.append(checkpoint(*args, use_reentrant=False))
+        return torch.cat(chunks)
+
+    head.forward = in_chunks
+    try:
+        pairs = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
+    finally:
+        del head.forward  # the method of its class is back
+    logp, entropy = pairs.unbind(1)
+    return logp, entropy
 
 
 # == 14. CRITIC ====
@@ -4227,9 +4491,9 @@ async def demo_critic(report: Report) -> None:
 #   two responses people prefer, but is right only about responses like the compared ones. If people
 #   want exactly one a, a network that counts each a is right about "bab" and "bob"; but it rates
 #   "aaaa", which nobody compared, highest, and the policy finds it.
-# Rule. Keep the policy where the reward model is right. Either its divergence from the first
-#   version has a price (--kl), or people compare new responses now and then (--ask-every).
-# Cost. A second network. With a price the policy gains less; comparisons take people's time.
+# Rule. Keep the policy where the reward model is right: its divergence from the first version has a
+#   price (--kl).
+# Cost. A second network, and the policy gains less.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
@@ -4241,7 +4505,7 @@ Pair = list[Episode]  # chosen, rejected
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
     """Returns (prompt, [chosen, rejected]) for each line. Raises UsageError."""
     preferences = []
-    for where, line in lines_of(path) if path.is_file() else []:
+    for where, line in lines_of(path):
         prompt = prompt_of(0, line, where)
         record = json.loads(line)
         texts = [record.get("chosen"), record.get("rejected")]
@@ -4251,37 +4515,11 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
     return preferences
 
 
-def compare(group: list[Episode], prefer: Any, path: Path) -> list[Pair]:
-    """Compares episodes 0 and 1, up to 6 and 7, and appends the results to a file.
-
-    prefer(prompt, one, other): above 0.5 if `one` is better.
-    """
-    pairs = []
-    with open(path, "a") as file:
-        for one, other in zip(group[0:8:2], group[1:8:2]):
-            if one.responses == other.responses:
-                continue
-            is_first = prefer(one.prompt, one.responses, other.responses) > 0.5
-            chosen, rejected = (one, other) if is_first else (other, one)
-            pairs.append([chosen, rejected])
-            record = {
-                "prompt": one.prompt.turns[0].messages,
-                "chosen": chosen.responses[0],
-                "rejected": rejected.responses[0],
-            }
-            print(json.dumps(record), file=file)
-        file.flush()
-        os.fsync(file.fileno())
-    return pairs
-
-
 class RewardModel:
-    """Scores groups. fresh_path: the file of new comparisons."""
+    """Learns from comparisons, and then scores groups."""
 
-    def __init__(self, cfg: Flags, prefer: Any, fresh_path: Path) -> None:
+    def __init__(self, cfg: Flags) -> None:
         self.cfg = cfg
-        self.prefer = prefer
-        self.fresh_path = fresh_path
         self.policy = HubPolicy(cfg, torch.float32)
         self.network = value_network(self.policy)
         # With its initial deviation of 0.02 the tiny network hardly depends on its input.
@@ -4290,14 +4528,13 @@ class RewardModel:
                 weight.data.mul_(2.5)
         self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
-        self.rng = random.Random(cfg.seed)
-        self.num_groups = 0
-        self.known: list[Pair] = []
-        for path in (Path(cfg.preferences), fresh_path):
-            for prompt, texts in read_preferences(path):
-                self.known.append([episode_with(self.policy, prompt, [text]) for text in texts])
+        pairs: list[Pair] = []
+        for prompt, texts in read_preferences(Path(cfg.preferences)):
+            pairs.append([episode_with(self.policy, prompt, [text]) for text in texts])
+        rng = random.Random(cfg.seed)
         for _ in range(4):  # epochs
-            self.learn(self.known)
+            rng.shuffle(pairs)
+            self.learn(pairs)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
         """Returns scores [B]: four times the mean over the sampled tokens, to learn faster."""
@@ -4307,9 +4544,9 @@ class RewardModel:
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        """Makes one epoch, in random order."""
+        """Makes one epoch."""
         # Two rows for each pair, the chosen one first.
-        rows = [e for pair in self.rng.sample(pairs, len(pairs)) for e in pair]
+        rows = list(chain(*pairs))
         longest = max([len(e.ids) for e in rows], default=1)
         size = 2 * max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
         for start in range(0, len(rows), size):
@@ -4323,12 +4560,6 @@ class RewardModel:
         group = [episode_with(self.policy, *each) for each in conversations]
         with torch.inference_mode():
             scores = self.scores(group).tolist()
-        self.num_groups += 1
-        if self.cfg.ask_every and self.num_groups % self.cfg.ask_every == 0:
-            fresh = compare(group, self.prefer, self.fresh_path)  # mechanism: reward_model
-            self.known += fresh
-            # Three old pairs per new one, against forgetting.
-            self.learn(fresh + self.rng.choices(self.known, k=3 * len(fresh)))
         return [[0.0] * (len(e.responses) - 1) + [score] for e, score in zip(group, scores)]
 
 
@@ -4339,7 +4570,7 @@ def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> 
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
-    return weight * (logp - log_q).square() / 2
+    return weight * (logp - log_q).square() / 2  # mechanism: reward_model
 
 
 # -- measurement ---
@@ -4358,15 +4589,20 @@ class TasteTask(Task):
     def grade(self, answer: Any, response: str) -> float:
         return float(len(response) >= 3 and response.count("a") == 1)
 
-    def prefer(self, prompt: Prompt, one: list[str], other: list[str]) -> bool:
-        """Returns whether `one` is better; one answer in ten is wrong, and ties are random."""
-        gain = self.grade("", one[0]) - self.grade("", other[0])
-        return self.rng.random() < 0.5 + 0.4 * gain
+    def compare(self, group: Group, file: Any) -> None:
+        """Writes comparisons of episodes 0 and 1, up to 6 and 7. One in ten is wrong."""
+        for one, other in zip(group[0:8:2], group[1:8:2]):
+            gain = self.grade("", one.responses[0]) - self.grade("", other.responses[0])
+            # Of equally good responses, either may be preferred.
+            pair = [one, other] if self.rng.random() < 0.5 + 0.4 * gain else [other, one]
+            chosen, rejected = [episode.responses[0] for episode in pair]
+            record = {"prompt": one.prompt.turns[0].messages}
+            print(json.dumps(record | {"chosen": chosen, "rejected": rejected}), file=file)
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
     price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
-    model = RewardModel(cfg, task.prefer, Path(cfg.preferences + "_fresh"))
+    model = RewardModel(cfg)
     liked = []
     learned = []
     learner = UserLearner(policy, cfg, penalty=price)
@@ -4380,16 +4616,15 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
     liked = [fmean(liked[i : i + 5]) for i in range(len(liked) - 4)]  # of 5 steps
     return {
         "kl": cfg.kl,
-        "ask every": cfg.ask_every,
         "liked, best": max(liked),
         "liked, end": liked[-1],
         "learned, rise": learned[-1] - learned[0],
     }
 
 
-@stage(instead="fresh = []")
+@stage(instead="return torch.zeros_like(logp)")
 async def demo_reward_model(report: Report) -> None:
-    """A policy exploits a learned reward. A KL penalty or new preferences prevent it."""
+    """A policy exploits a learned reward. A KL penalty prevents it."""
     cfg = Flags(
         seed=report.cfg.seed,
         steps=60,
@@ -4403,21 +4638,21 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # 4 pairs for each of 250 prompts, for all three reward models.
+    # 4 pairs for each of 250 prompts, for both reward models.
     prompts = list(islice(training_prompts(task), 250))
-    for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
-        compare(group, task.prefer, Path(cfg.preferences))
-    service = Service(Worker, 3, report.pool)
+    with open(cfg.preferences, "w") as file:
+        for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
+            task.compare(group, file)
+    service = Service(Worker, 2, report.pool)
     await service.begin()
-    kinds = (cfg, replace(cfg, kl=0.4), replace(cfg, ask_every=2))
-    nothing, price, fresh = rows = await gather(
+    kinds = (cfg, replace(cfg, kl=0.4))
+    nothing, price = rows = await gather(
         *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
     )
     report.table(rows)
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
-    report.check("liked share at the end, with --ask-every", fresh["liked, end"], ">", 0.3)
     await service.close()
 
 
@@ -4490,7 +4725,11 @@ class Outlet(Actor):
 
 
 def relayed_reader(
-    outlet: Outlet, handle: ArenaHandle, number: int, tensors: Weights
+    outlet: Outlet,
+    reader_class: type[WeightReader],
+    handle: ArenaHandle,
+    number: int,
+    tensors: Weights,
 ) -> WeightReader:
     """Returns a reader of this host's arena, which the first call creates, with a relay."""
     # One file per trainer arena stores the handle of the local arena.
@@ -4504,7 +4743,7 @@ def relayed_reader(
             args = (relay, outlet, handle, number, arena)
             threading.Thread(target=contextvars.copy_context().run, args=args).start()
         file.seek(0)
-        return WeightReader(pickle.load(file), number, tensors)
+        return reader_class(pickle.load(file), number, tensors)
 
 
 # -- 16b. On a worker host ---
@@ -4657,7 +4896,7 @@ async def demo_hosts(report: Report) -> None:
 
     pool = HostPool(folder, 4)
     writer = WeightWriter(blocks(4), 4)
-    make_reader = partial(relayed_reader, pool.outlet, writer.handle)
+    make_reader = partial(relayed_reader, pool.outlet, WeightReader, writer.handle)
     service = Service(ReaderWorker, 4, pool, (make_reader, 4))
 
     async def publish() -> None:
@@ -4686,77 +4925,6 @@ async def demo_hosts(report: Report) -> None:
         worker.wait()
 
 
-# == THE PAGE ====
-# Problem. A log of a thousand lines does not show whether a run learned, or which side waited.
-# Rule. --report writes one HTML file: curves over the steps, lost workers, and conversations.
-
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>TITLE</title>
-<style>
-:root { color-scheme: light dark; font: 1rem/1.5 system-ui; }
-body { max-width: 60rem; margin: 1rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; }
-figure { margin: 0; }
-svg { display: block; width: 100%; height: 6rem; border: solid gray; border-width: 0 0 1px 1px; }
-polyline { fill: none; stroke: #2a7fd4; stroke-width: 2; vector-effect: non-scaling-stroke; }
-</style>
-"""
-
-CURVES = "reward response_tokens truncated equal_rewards staleness k3 entropy grad_norm".split()
-
-
-def chart(name: str, points: list[tuple[int, float]]) -> str:
-    """Returns a curve over the steps, its last value, and both ranges."""
-    xs = [x for x, _ in points]
-    ys = [y for _, y in points]
-    low = min(ys)
-    high = max(ys)
-    # Into 100 x 100 units, where y grows downwards.
-    width = xs[-1] - xs[0] or 1
-    height = high - low or 1
-    line = ""
-    for x, y in points:
-        line += f" {100 * (x - xs[0]) / width:.2f},{100 * (high - y) / height:.2f}"
-    caption = f"<figcaption>{name}: {ys[-1]:.3g} at the end</figcaption>"
-    return f"""<figure>{caption}<small>{high:.3g}</small>
-<svg viewBox="0 0 100 100" preserveAspectRatio="none">
-<polyline points="{line}"/></svg>
-<small>{low:.3g}; steps {xs[0]} to {xs[-1]}</small></figure>
-"""
-
-
-def write_page(path: str, run: Run, start_s: float) -> None:
-    """Writes the page of a run. start_s: when the command began."""
-    rows = run.progress.rows
-    shares = [share for _, share in run.progress.heldout if share is not None] or [math.nan]
-    title = f"{run.version} steps, held-out accuracy {shares[0]:.3f} to {shares[-1]:.3f}"
-    # "... --train: 100 steps, 12.3 s; generator_0 has died at 7.1 s"
-    summary = f"{' '.join(sys.argv)}: {run.version} steps, {time.time() - start_s:.1f} s"
-    for service in run.services:
-        for each in service.failures:
-            summary += f"; {each.lost.result()} at {each.noticed_s - start_s:.1f} s"
-
-    curves = {name: [(row["step"], row.get(name)) for row in rows] for name in CURVES}
-    curves["held-out accuracy"] = run.progress.heldout
-    # The rest: waits, saves, evaluations.
-    curves["trainer busy"] = [
-        (row["step"], run.cfg.epochs * row["seconds"] / (row["time"] - before["time"]))
-        for before, row in pairwise(rows)
-    ]
-    page = PAGE.replace("TITLE", title) + f"<h1>{title}</h1>\n"
-    page += f"<p>{html.escape(summary)}\n<main>"
-    for name, points in curves.items():
-        known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-        page += chart(name, known) if known else ""
-    page += "</main>\n"
-    for row in rows[:: -(len(rows) // 3 or 1)]:
-        page += f"<p>step {row['step']}: {html.escape(row['sample'])}\n"
-    write_durably(Path(path), page)
-
-
 # == THE COMMAND LINE ====
 # Defaults for all processes; existing variables win.
 ENVIRONMENT = {
@@ -4773,6 +4941,7 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
 }
 # Signals that end a command. SIGHUP stays ignored under nohup.
 ENDING = [
@@ -4879,29 +5048,27 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_learned = cfg.reward == "model"
     inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
-    outputs = real_paths(cfg.log, cfg.json, cfg.report, cfg.export)
+    outputs = real_paths(cfg.log, cfg.json, cfg.export)
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
         ),
-        "--trainers: 1 on a GPU, and with a critic": (
-            cfg.trainers == 1 or (cfg.device != "cuda" and cfg.advantage != "critic")
-        ),
+        "--trainers: 1 with a critic": cfg.trainers == 1 or cfg.advantage != "critic",
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
-        "--preferences and --ask-every: with --reward model, and that with one of them": (
-            is_learned == bool(cfg.preferences or cfg.ask_every)
+        "--preferences: with --reward model, and that with it": (
+            is_learned == bool(cfg.preferences)
         ),
-        "--model and --report: with --train, --evaluate or --export": (
-            cfg.train or cfg.evaluate or cfg.export or not (cfg.model or cfg.report)
+        "--model: with --train, --evaluate or --export": (
+            cfg.train or cfg.evaluate or cfg.export or not cfg.model
         ),
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
-        "--device cuda: without a GPU": cfg.device != "cuda" or torch.cuda.is_available(),
-        "--json and --report: files": all(
-            os.path.isfile(each) or not os.path.exists(each) for each in (cfg.json, cfg.report)
+        "--device cuda: fewer GPUs than trainers": (
+            cfg.device != "cuda" or torch.cuda.device_count() >= cfg.trainers
         ),
+        "--json: a file": os.path.isfile(cfg.json) or not os.path.exists(cfg.json),
         "an output is an input, too": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
@@ -4932,9 +5099,8 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
                 tempfile.TemporaryFile(dir=folder).close()
         if cfg.log:
             open(cfg.log, "a").close()
-        # Files that are written at the end: no empty one is left.
-        for file in {cfg.json, cfg.report} - {""}:
-            tempfile.TemporaryFile(dir=Path(file).parent).close()
+        if cfg.json:  # written at the end: no empty file is left
+            tempfile.TemporaryFile(dir=Path(cfg.json).parent).close()
     except OSError as error:
         yield str(error)
 
