@@ -3877,6 +3877,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     if cfg.kl:
         reference = HubPolicy(cfg, dtype)  # of version 0; computes as the policy
         reference.model.load_state_dict(whole_state(policy))
+        reference.has_chunks = policy.has_chunks
         penalty = partial(divergence, reference, cfg.kl)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
