@@ -914,10 +914,10 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
         seeds.append(seed)
         return m.rollout(policy, copy.deepcopy(episodes), seed, len(seeds))
 
-    async def reply(what: Any, conversations: Any) -> Any:
+    async def reply(_: str, method: str, conversations: Any) -> Any:
         process = m.UserProcess(CFG)
         process.call = partial(m.call_task, CFG)
-        return await asyncio.to_thread(what, SimpleNamespace(call_task=process), conversations)
+        return await asyncio.to_thread(process, method, conversations)
 
     policy = policy_of()
     task = Environment(CFG.seed)
@@ -1107,7 +1107,6 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
         await service.until_ready(3)
         assert not any(replica.in_flight for replica in service.replicas.values())
         assert len(service.failures) >= befell["dies"] > 0
-        assert all(failed.noticed_s > 0 for failed in service.failures)
         return found
 
     found = serve(script, work, num_replicas=3, unresponsive_s=0.2)
@@ -1300,7 +1299,7 @@ class FakeServices:
                 found += [m.Episode(prompt, *row) for _ in range(2)]
         return found
 
-    async def score(self, groups: list[Any]) -> list[Any]:
+    async def ask(self, method: str, groups: list[Any]) -> list[Any]:
         lost = [self.loses and self.rng.random() < 0.1 for _ in groups]
         return [["no reward" if gone else [0.0], [1.0]] for gone in lost]
 
@@ -1364,7 +1363,7 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
             seeds.append(seed)
             return await super().rollout(_, at_least, asked)
 
-        async def score(self, groups: list[Any]) -> list[Any]:
+        async def ask(self, method: str, groups: list[Any]) -> list[Any]:
             return [["no reward", [1.0]] for _ in groups]
 
     seeds: list[int] = []
@@ -1470,7 +1469,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
     class Services(FakeServices):
-        async def score(self, groups: list[Any]) -> list[Any]:
+        async def ask(self, method: str, groups: list[Any]) -> list[Any]:
             return [[[0.0], [1.0]]] + [["no", "no"]] * (len(groups) - 1)
 
         async def step(self, episodes: list[Any]) -> Any:
@@ -1898,7 +1897,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
     names += ["library", "dies", "method", "alarm", "hangs", "pool", "child"]
     wanted |= {"method": 0.625}  # only once in a process, and first
-    found = worker.score([[(PROMPT, [name])] for name in names])
+    found = worker.ask("score", [[(PROMPT, [name])] for name in names])
     # One request for each group, but those after coroutines; one for each process: the first, after
     # a death, after a hang.
     assert Counter(sent) == {m.call_task: len(names) - 3, os.getpid: 3}
@@ -2025,14 +2024,11 @@ def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
             task.prompt(number)
 
 
-def test_every_flag_has_help_and_the_list_every_stage(capsys: Any) -> None:
+def test_every_flag_has_help(capsys: Any) -> None:
     with pytest.raises(SystemExit, match="0"):
         m.main(["--help"])
     out, _ = capsys.readouterr()
     assert len(re.findall(r"^  --\w", out, re.MULTILINE)) == len(dataclasses.fields(m.Flags))
-    assert m.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [re.search(r"\] (\w+):", line)[1] for line in lines] == list(m.STAGES)
 
 
 SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
@@ -2563,10 +2559,11 @@ def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
                 if num_trainers + num_generators <= num_gpus and not hosts:
                     assert not shares.keys() & set(ranks)
         assert places(load, 1) == [0]  # on a worker host
-        assert [m.with_device(cfg).device for cfg in (CFG, m.Flags())] == ["cpu", "cuda"]
-        assert m.with_device(m.Flags()).dtype == "bfloat16"
-        many = m.with_device(m.Flags(trainers=num_gpus + 1))
-        assert (many.device, many.dtype) == ("cpu", "float32")
+        several = (CFG, m.Flags(), m.Flags(trainers=num_gpus), m.Flags(trainers=num_gpus + 1))
+        assert [m.device_of(cfg) for cfg in several] == ["cpu", "cuda", "cuda", "cpu"]
+    dtypes = {("cpu", ""): "float32", ("cuda", ""): "bfloat16", ("cuda", "float32"): "float32"}
+    for (device, dtype), wanted in dtypes.items():
+        assert m.dtype_of(m.Flags(device=device, dtype=dtype)) == getattr(torch, wanted)
 
 
 def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: Any) -> None:
@@ -2594,28 +2591,7 @@ def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: 
     published(writer, 3)
     assert reader.pull() == 3
     assert all(torch.equal(theirs[name], (9 * before[name]).bfloat16()) for name in mine)
-    assert addresses == [[tensor.data_ptr() for tensor in theirs.values()]]  # for a CUDA graph
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, "mixtral"])
-def test_a_graph_decodes_what_a_decoder_does(
-    tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setitem(SHAPES, "mixtral", ("MixtralConfig", SMALL + "num_local_experts=4"))
-    policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    prompts = letters(5)
-    prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), prompts[4].turns[1]))
-    wanted = [sampled(policy, prompts, 3, seed) for seed in (0, 0, 1, None)]
-    policy.has_graphs = True  # on a CPU: the passes of a graph, one by one
-    made = Mock(wraps=m.GraphDecoder)
-    monkeypatch.setattr(m, "GraphDecoder", made)
-    found = [sampled(policy, prompts, 3, seed) for seed in (0, 0, 1, None)]
-    is_hybrid = shape in ("qwen3_next", "lfm2")
-    assert capsys.readouterr().out.count("without a CUDA graph") == is_hybrid
-    assert made.call_count == 1  # all turns and rollouts share it
-    for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
-        assert one.ids == other.ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert addresses == [[tensor.data_ptr() for tensor in theirs.values()]]
 
 
 SCALED = {"cohere": "", "granite": "logits_scaling=3"}
