@@ -3509,10 +3509,9 @@ async def demo_recovery(report: Report) -> None:
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
 #   flags.json    flags of the newest --train, for later commands
-#   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #
-# Cost. A copy of the model, besides the checkpoints.
+# Cost. Later commands depend on what earlier ones saved, so they print what they take over.
 
 # -- the command ---
 
@@ -3523,9 +3522,6 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     # Without --checkpoint one file is enough, for a lost trainer.
     checkpoints = Checkpoints(folder, 2 if cfg.checkpoint else 1)
     work = partial(do_command, checkpoints, cfg)
-    model = folder / "model"
-    if model.is_dir():
-        cfg = replace(cfg, model=str(model), sft_steps=0)
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device_of(cfg), max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
@@ -3538,12 +3534,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     cfg = run.cfg
     if cfg.train:
         save_flags(flags, checkpoints.folder)
-    # A resumed run takes version 0 as --model.
-    model = checkpoints.folder / "model"
-    if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
-        await run.trainer.request(export, f"{model}.new")
-        await asyncio.to_thread(os.sync)  # on disk before it gets its name
-        os.replace(f"{model}.new", model)
     figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
@@ -3605,7 +3595,9 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, report.pool, progress)
         learner = partial(user_learner, meeting_file=f"{report.folder}/{time.monotonic_ns()}")
-        args: Any = (cfg, learner, self.version)
+        # A checkpoint has the effect of supervised steps. Only --kl needs version 0 again.
+        num_steps = 0 if self.version and not cfg.kl else cfg.sft_steps
+        args: Any = (replace(cfg, sft_steps=num_steps), learner, self.version)
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
@@ -4948,8 +4940,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written."""
     # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
-    model = cfg.model if is_path and not is_saved else ""
+    model = cfg.model if is_path else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""
     for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
