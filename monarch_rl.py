@@ -447,7 +447,7 @@ async def demo_controllers(report: Report) -> None:
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
 # Monarch itself calls `__supervise__` of the actor that spawned a failed one. It polls, so it takes
-# seconds: slower than the two detectors.
+# seconds.
 
 
 class Worker(Actor):
@@ -2752,6 +2752,7 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
+    """Returns "/data/rewards.py, line 7: KeyError: 'answer'"."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
@@ -2761,7 +2762,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls code of others. Raises its exceptions as UsageError."""
+    """Calls third-party code. Raises its errors as UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2775,7 +2776,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # transformers then lists mismatched weights, too.
+    # Mismatched weights are listed, not raised.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
@@ -2792,7 +2793,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # in no text
+CUT = "\ufdd0"  # a noncharacter, in no text: where `prompt_ids` cuts a message
 
 
 class HubPolicy(Policy):
@@ -2811,7 +2812,7 @@ class HubPolicy(Policy):
         config = model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         rope = getattr(config, "rope_parameters", None) or {}
-        # Beyond it, Phi-3 rotates all keys differently, also cached ones.
+        # A longer context would rotate cached keys differently (Phi-3).
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
@@ -2819,7 +2820,7 @@ class HubPolicy(Policy):
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         # Recurrent models may not accept position_ids.
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        self.has_chunks = False  # `verify` sets it
+        self.has_chunks = False  # computes logits in chunks (ON GPUS); set by `verify`
         self._read_template()
 
     def _read_template(self) -> None:
@@ -2848,7 +2849,7 @@ class HubPolicy(Policy):
         return called("the chat template", super().render, messages, add_generation_prompt)
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Raises UsageError if the template changes text."""
+        """Returns the ids that a turn appends. Raises UsageError if the template changes text."""
         *earlier, last = prompt.turns[: turn + 1]
         before, text = self.render_turn((*earlier, last))
         if not text.startswith(before):
@@ -2860,7 +2861,8 @@ class HubPolicy(Policy):
             must_appear = message["role"] not in ("system", "assistant")
             if must_appear and content.strip() not in text:
                 raise UsageError(f"the template changes or drops: {message}")
-            # "<|im_end|>" in a message would end the turn: cut, "<" is a token apart.
+            # "<|im_end|>" in a message would end the turn. "<" and "|im_end|>", tokenized
+            # separately, do not.
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
@@ -2871,7 +2873,7 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps marks of thoughts, which may be special tokens, or end the prompt."""
+        """Keeps thinking tags, which may be special tokens or end the prompt."""
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -2947,7 +2949,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         # The answer "*" would equal an empty response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
-    except Exception as error:  # of many types
+    except Exception as error:
         raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
     return Prompt(number, (Turn(tuple(messages), answer),))
 
@@ -3017,7 +3019,7 @@ def load_python(spec: str) -> Any:
     # For `prepare_process`; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
-    # A user's random.py would give Python's module.
+    # For a random.py, Python's module is imported.
     if getattr(module, "__file__", "") != str(file):
         raise UsageError(f"{spec}: rename it: a module has its name")
     loaded = called(spec, getattr, module, name)
@@ -3051,7 +3053,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns one task per process. The tiny policy knows letters only."""
+    """Returns the task of a run. The tiny policy knows letters only."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3098,10 +3100,10 @@ class UserProcess:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
-                # First, for `kill`; imports take long.
+                # `kill` needs the pid. 60 s, because imports take long.
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # A bound future's traceback would keep this frame, and so the process, alive. Late
-            # coroutines are told within 2 s.
+            # In a variable, the future's traceback would keep this frame, and the process, alive.
+            # 2 s more: late coroutines time out by themselves first.
             args = (call_task, self.cfg, method, groups)
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
@@ -3118,14 +3120,14 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks, and returns in the child. The parent kills all descendants at the end."""
+    """Forks and returns in the child. The parent kills all descendants at exit."""
     os.setpgid(0, 0)  # outlives the worker
     # PR_SET_CHILD_SUBREAPER: orphans become its children.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a plain script, imports from here, and a start method of the user's choice.
+        # As in a script: imports from the current folder, and any start method.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3139,17 +3141,17 @@ def guard() -> None:
     os._exit(0)
 
 
-RUNNER = asyncio.Runner()  # kept clients need one event loop
+RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are bound to it
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns the results for groups, up to the first without a coroutine."""
+    """Returns the results of the first groups, up to one without coroutines, inclusive."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
         if not is_awaitable(results[-1]):
             break
-    # Last, because inside a loop asyncio.run in a plain call would fail.
+    # After the plain calls, whose own asyncio.run would fail inside a running loop.
     results = RUNNER.run(awaited(results, cfg.reward_deadline))
     return [
         [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
@@ -3172,7 +3174,7 @@ def is_awaitable(result: Any) -> bool:
 
 
 async def awaited(result: Any, limit_s: float) -> Any:
-    """Awaits one coroutine or a list. Returns exceptions as results."""
+    """Awaits a coroutine or a list; exceptions become results."""
     if isinstance(result, list):
         return await gather(*[awaited(each, limit_s) for each in result])
     try:
@@ -3288,8 +3290,7 @@ async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
     """Trains until step cfg.steps. With --checkpoint, a run that ends early is saved."""
-    cfg = run.cfg
-    assert isinstance(cfg, Flags)
+    cfg: Any = run.cfg
 
     async def pause(step: int) -> None:
         if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
@@ -3445,7 +3446,7 @@ def write_durably(path: Path, content: Record | str) -> None:
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
-    # The new name is on disk once the folder is.
+    # Makes the rename durable.
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -3497,7 +3498,6 @@ async def demo_recovery(report: Report) -> None:
     """A run whose trainer crashes goes on from a checkpoint, bit for bit."""
     cfg = demo_config(Flags(seed=report.cfg.seed, steps=12, save_every=4, max_staleness=0))
     step = random.randint(5, 10)
-    report.say(f"12 steps; the trainer is killed after step {step}")
     expected = await train_killed(report, cfg, 0)
     resumed = await train_killed(report, cfg, step)
     largest = (resumed - expected).abs().max().item()
@@ -3513,11 +3513,8 @@ async def demo_recovery(report: Report) -> None:
 #
 # Cost. Later commands depend on what earlier ones saved, so they print what they take over.
 
-# -- the command ---
-
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
-    """Returns the figures of --json."""
     folder = Path(cfg.checkpoint or report.folder / "run").resolve()
     # Without --checkpoint one file is enough, for a lost trainer.
     checkpoints = Checkpoints(folder, 2 if cfg.checkpoint else 1)
@@ -3586,8 +3583,6 @@ async def evaluate_pass_at_k(run: Run, num_samples: int = 0) -> dict[str, float 
 
 
 class UserRun(Run):
-    """A run of the user."""
-
     cfg: Flags
 
     def __init__(
@@ -3628,7 +3623,7 @@ class UserRun(Run):
     async def sample_and_score(self, prompts: list[Prompt], *args: Any, **how: Any) -> list[Group]:
         groups = await super().sample_and_score(prompts, *args, **how)
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
-        # After an evaluation without a reward, one request is enough.
+        # If the first evaluation brought no reward, one more such request ends the run.
         has_scored = self.version or None not in dict(self.progress.heldout).values()
         if self.num_fruitless >= (20 if has_scored else 2):
             reason = ["no prompt fits the context", *self.errors][-1]
@@ -3760,7 +3755,7 @@ class UserLearner(Learner):
             self.optimizer = torch.optim.Adam(self.weights, cfg.lr, fused=True)
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """If memory runs out, tries once more with smaller micro-batches."""
+        """Retries once with smaller micro-batches if memory runs out."""
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
@@ -3777,8 +3772,8 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Gradients pass through the copies to the weights in fp32. (autocast would keep norms in
-        # fp32, and generators have none.)
+        # Gradients pass through the copies to the weights in fp32. (Under autocast norms would stay
+        # in fp32, unlike in generators.)
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3797,8 +3792,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers each layer on all ranks at once, so all have equally many parts. The longest
-        # of each `num_ranks` rows decide.
+        # FSDP gathers each layer on all ranks at once, so all have equally many parts. By example,
+        # 2 ranks, lengths 9 8 7 6 5, cut as 9 | 7: rank 0 gets 9 | 7 5, rank 1 gets 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3860,7 +3855,7 @@ def refusals(generator: Generator, prompts: list[Prompt]) -> list[str]:
 
 
 def load_policy(cfg: Flags, number: int, dtype: torch.dtype, num_before: int = 0) -> HubPolicy:
-    """number: of the trainer's rank or the generator. num_before: other processes before it."""
+    """number: the trainer's rank or the generator's number. num_before: offset of its GPU."""
     # More threads than cores would wait for each other.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
@@ -3877,11 +3872,11 @@ def verify(policy: HubPolicy) -> None:
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
-    # Without chunks, if the model scales or caps its logits.
+    # Models that scale or cap their logits would do so to log-probabilities: no chunks.
     for has_chunks in (policy.model.get_output_embeddings() is not None, False):
         policy.has_chunks = has_chunks
         logprobs = called(where, recompute_logprobs, policy, episodes)
-        if float(k3(*logprobs).max()) < 1e-6:  # NaN is not
+        if float(k3(*logprobs).max()) < 1e-6:  # NaN fails
             return
     raise UsageError(f"{where} and the trainer's pass disagree")
 
@@ -3909,7 +3904,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # The task scores held-out prompts: exploitation shows.
+        # Held-out prompts use the task's reward (section 15).
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -3921,6 +3916,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
+    """Returns an episode as if the policy had sampled these responses."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
@@ -3944,7 +3940,7 @@ def right_episodes(policy: Policy, prompts: Iterator[Prompt]) -> Iterator[Episod
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
-    # However cold the sampling is.
+    # Independent of --temperature.
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
@@ -3963,7 +3959,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 def warm_start(trainer: Trainer, num_steps: int) -> None:
     """Runs in the trainer."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    trainer.writer.publish(trainer.version)  # not pulled yet
+    trainer.writer.publish(trainer.version)  # replaces version 0, not pulled yet
     trainer.writer.wait()
 
 
@@ -3988,10 +3984,11 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
     flags = saved | given
-    # Steps were made with these.
+    # These may not change once steps are saved.
     for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
         if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
             raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
+    # Saved, not given, and not a default.
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4011,8 +4008,9 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 def prepare_process() -> None:
     # The user's folder, last: it must hide no module. "": the current folder.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # A signal to all processes must not end workers before the save. getpid has no effect; SIG_IGN
-    # would be inherited by the user's programs. Python's `signal` is for main threads.
+    # A signal to all processes must not end workers before the save: its handler is getpid, which
+    # has no effect. SIG_IGN would be inherited by the user's programs, and Python's `signal` works
+    # in the main thread only.
     libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
@@ -4025,7 +4023,7 @@ class WarmPool(Pool):
         self.idle: list[Processes] = []
 
     async def start(self, num_ranks: int) -> Processes:
-        # A dead one is detected later (section 5).
+        # A death is detected later (section 5).
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4033,7 +4031,7 @@ class WarmPool(Pool):
     async def end(self, replica: Replica) -> None:
         is_idle = replica.is_ready and not replica.in_flight and not replica.lost.done()
         if is_idle and len(replica.processes.ids) == 1:
-            with suppress(Exception):  # of several types
+            with suppress(Exception):
                 await wait_for(replica.worker.run.call(release), 10)
                 await replica.worker.stop()
                 self.idle.append(replica.processes)
@@ -4045,7 +4043,7 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    # Monarch keeps a stopped actor alive.
+    # Stopped actors stay in memory.
     vars(worker).clear()
     if torch.cuda.is_initialized():  # torch keeps freed memory, which other processes need
         gc.collect()
@@ -4062,20 +4060,17 @@ def release(worker: Worker) -> None:
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block, of which its weights are views
 #
-# Rank r of the trainer computes on GPU r, generator i on GPU trainers + i, modulo their number: with
-# two GPUs, one trainer and three generators, the trainer on GPU 0, and the generators on 1, 0, 1.
-
-# -- devices ---
+# Rank r of the trainer computes on GPU r, generator i on GPU trainers + i, modulo their number.
 
 
 def device_of(cfg: Flags) -> str:
-    """Returns "cuda" if each rank of the trainer has a GPU, unless --device says more."""
+    """Returns --device, or by default "cuda" if each rank of the trainer has a GPU."""
     has_gpus = torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
 def dtype_of(cfg: Any) -> torch.dtype:
-    """Returns the dtype of forward passes and slots: on GPUs bfloat16, if --dtype says nothing."""
+    """Returns the dtype of forward passes and slots: --dtype, by default bfloat16 on GPUs."""
     default = "bfloat16" if cfg.device == "cuda" else "float32"
     return getattr(torch, cfg.dtype or default)
 
@@ -4084,16 +4079,15 @@ def use_gpu(number: int) -> None:
     """Makes one GPU the current one of this thread, which is where "cuda" is."""
     torch.cuda.set_device(number % torch.cuda.device_count())
     free, total = torch.cuda.mem_get_info()
-    name = torch.cuda.get_device_name()
-    place = f"GPU {torch.cuda.current_device()}, {name}"
-    print(f"process {os.getpid()}: {place}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
+    place = f"process {os.getpid()}, GPU {torch.cuda.current_device()}"
+    print(f"{place}: {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
 
 
 # -- weights as one block ---
 
 
 def pin(arena: Arena) -> None:
-    """Pins the slots for CUDA. Copies of memory that is not pinned take three times as long."""
+    """Pins the slots for CUDA."""
     cudart: Any = torch.cuda.cudart()
     address = arena.slots.data_ptr()
     error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
@@ -4213,7 +4207,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 #   b         1     0.0  0.5                          0.86   0.36
 #   c         2     0.9  0.7                          0.90   0.20
 
-CRITIC_ALONE = 8  # the first steps, which train only the critic
+CRITIC_ALONE = 8  # initial steps that train only the critic
 
 
 def value_network(policy: Policy) -> Any:
@@ -4252,6 +4246,7 @@ class Critic:
         self.num_calls = 0
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
+        """Returns the advantage of each token. Trains the critic on the same batch."""
         device = self.network.device
         ids = padded([e.ids for e in episodes], device)  # [B, T]
         is_sampled = padded([e.turn_of for e in episodes], device) > 0
@@ -4260,6 +4255,7 @@ class Critic:
             values = torch.cat([self.values(part) for part in ids.split(size)])
         # [B, T]
         advantage = padded([gae(e, row) for e, row in zip(episodes, values.tolist())], device)
+        # advantage = target - V, so V + advantage is the target.
         self.learn(ids, is_sampled, values + advantage, size)
         advantage[is_sampled] = advantages(advantage[is_sampled], "group")
         self.num_calls += 1
@@ -4321,7 +4317,7 @@ def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
             right = episode.prompt.turns[0].answer
             shares.append(task.grade(right, episode.responses[0]))
             episode.rewards = [shares[-1] + LETTERS.index(right[0]) / 5 - 1.5]
-    return fmean(shares[-1000:])  # of about eight steps
+    return fmean(shares[-1000:])
 
 
 @stage(instead="pass")
@@ -4406,7 +4402,7 @@ class RewardModel:
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        """Makes one epoch."""
+        """Runs one epoch."""
         # Two rows for each pair, the chosen one first.
         rows = list(chain(*pairs))
         longest = max([len(e.ids) for e in rows], default=1)
@@ -4452,10 +4448,10 @@ class TasteTask(Task):
         return float(len(response) >= 3 and response.count("a") == 1)
 
     def compare(self, group: Group, file: Any) -> None:
-        """Writes comparisons of episodes 0 and 1, up to 6 and 7. One in ten is wrong."""
-        for one, other in zip(group[0:8:2], group[1:8:2]):
+        """Writes comparisons of episodes 0 and 1, 2 and 3, ... One in ten is wrong."""
+        for one, other in zip(group[::2], group[1::2]):
             gain = self.grade("", one.responses[0]) - self.grade("", other.responses[0])
-            # Of equally good responses, either may be preferred.
+            # Ties are broken at random.
             pair = [one, other] if self.rng.random() < 0.5 + 0.4 * gain else [other, one]
             chosen, rejected = [episode.responses[0] for episode in pair]
             record = {"prompt": one.prompt.turns[0].messages}
@@ -4487,24 +4483,16 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
 @stage(instead="return torch.zeros_like(logp)")
 async def demo_reward_model(report: Report) -> None:
     """A policy exploits a learned reward. A KL penalty prevents it."""
-    cfg = Flags(
-        seed=report.cfg.seed,
-        steps=60,
-        prompts_per_step=8,
-        group_size=16,
-        max_new_tokens=4,
-        lr=1e-3,
-        entropy=0.01,
-        preferences=str(report.folder / "preferences"),
-    )
+    file = str(report.folder / "preferences")
+    flags = Flags(seed=report.cfg.seed, steps=60, prompts_per_step=8, preferences=file)
+    cfg: Any = replace(demo_config(flags), group_size=16)
     task = TasteTask(LetterTask(cfg.seed), random.Random(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    # 4 pairs for each of 250 prompts, for both reward models.
     prompts = list(islice(training_prompts(task), 250))
-    with open(cfg.preferences, "w") as file:
-        for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
-            task.compare(group, file)
+    with open(file, "w") as lines:
+        for group in groups_of(rollout(policy, new_episodes(prompts, 8), cfg.seed)):
+            task.compare(group, lines)
     service = Service(Worker, 2, report.pool)
     await service.begin()
     kinds = (cfg, replace(cfg, kl=0.4))
@@ -4554,7 +4542,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Else it would sample from old weights.
+        # Without a relay, the generators of this host would sample from old weights.
         os._exit(1)
 
 
@@ -4569,7 +4557,7 @@ class Outlet(Actor):
     async def lease(
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
-        """Returns the latest version and its slot; None if it is `newest`."""
+        """Returns the latest version, and its slot unless it is `newest`."""
         # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
@@ -4610,7 +4598,7 @@ def relayed_reader(
 
 # -- 16b. On a worker host ---
 
-SILENCE_S = 5.0  # after so long without a ping or an answer a host is lost
+SILENCE_S = 5.0  # a host is lost after this time without a ping or answer
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -4647,14 +4635,14 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # Monarch cannot attach to a lost host's port again.
+    # A free port: Monarch cannot attach to a lost host's port again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
     program = f"""from monarch.actor import run_worker_loop_forever
 run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Agents touch this file; the first has 300 s more.
+        # Each ping touches this file. The first may take 300 s longer.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
@@ -4767,6 +4755,7 @@ async def demo_hosts(report: Report) -> None:
     publishing = ensure_future(publish())
     await service.begin()
     read = partial(service.request, "read", 25, 1, True)
+    # Four requests of 25 reads; one host is lost during the first two.
     reading = gather(read(), read())
     await sleep(0.1)
     await service.replicas[0].processes.kill()
@@ -4791,16 +4780,16 @@ ENVIRONMENT = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
-    # So long the main process may stand still, as after Ctrl-Z.
+    # How long the main process may be suspended (Ctrl-Z).
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
-    "OMP_NUM_THREADS": "1",  # there are more processes than cores
+    "OMP_NUM_THREADS": "1",  # more processes than cores
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
 }
 # Signals that end a command. SIGHUP stays ignored under nohup.
 ENDING = [
@@ -4839,7 +4828,7 @@ def read_flags(argv: list[str] | None) -> Flags:
             is_stage = each.name in ("stage", "only")
             choices = STAGES if is_stage else get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
-        # Saved flags go before the defaults, so omitted flags are left out.
+        # Omitted flags get saved values, or else the defaults.
         parser.add_argument(
             "--" + each.name.replace("_", "-"),
             default=argparse.SUPPRESS,
@@ -4858,7 +4847,7 @@ def read_flags(argv: list[str] | None) -> Flags:
         is_file = re.search(r"\.(jsonl|py:\w+)$", given[name])
         if is_file or (name == "model" and os.path.isdir(given[name])):
             given[name] = os.path.realpath(given[name])
-    # Paths last, because trying them creates folders.
+    # Paths last: the check creates folders.
     cfg = Flags(**with_saved_flags(given, parser))
     for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
         raise UsageError(mistake)
@@ -4895,10 +4884,9 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 
 
 def mistakes_in(cfg: Flags) -> Iterator[str]:
-    """Yields unmet requirements."""
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # Defaults below 1 may be 0, and so may K. NaN fails any comparison.
+            # 0 is valid if the default is < 1, and for K; NaN never is.
             value = getattr(cfg, each.name)
             least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
@@ -4913,10 +4901,8 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--trainers: 1 with a critic": cfg.trainers == 1 or cfg.advantage != "critic",
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
-        "--preferences: with --reward model, and that with it": (
-            is_learned == bool(cfg.preferences)
-        ),
-        "--model: with --train, --evaluate or --export": (
+        "--preferences and --reward model: both or neither": (is_learned == bool(cfg.preferences)),
+        "--model: needs --train, --evaluate or --export": (
             cfg.train or cfg.evaluate or cfg.export or not cfg.model
         ),
         "--reward, and a --task other than repeat: with --model": (
@@ -4926,7 +4912,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.device != "cuda" or torch.cuda.device_count() >= cfg.trainers
         ),
         "--json: a file": os.path.isfile(cfg.json) or not os.path.exists(cfg.json),
-        "an output is an input, too": inputs.isdisjoint(outputs),
+        "an output is also an input": inputs.isdisjoint(outputs),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
@@ -4938,7 +4924,7 @@ def real_paths(*paths: str) -> set[str]:
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written."""
-    # Inputs. "org/name" is a hub id, "./name" and "a/b/c" are folders.
+    # "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
     model = cfg.model if is_path else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""

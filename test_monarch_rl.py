@@ -972,7 +972,7 @@ def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> 
 def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
     def versions_with(module: Any) -> set[int]:
         generator = object.__new__(module.Generator)
-        generator.setup(0, CFG, module.Policy, module.WeightReader)
+        generator.setup(0, CFG, module.make_policy, module.WeightReader)
         policy = module.Policy(CFG)
         writer = module.WeightWriter(dict(policy.model.named_parameters()), 1)
         published(writer, 0)
@@ -2534,7 +2534,7 @@ def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any
 def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
     used: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    for name, value in {"mem_get_info": (1, 1), "get_device_name": "", "current_device": 0}.items():
+    for name, value in {"mem_get_info": (1, 1), "current_device": 0}.items():
         monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
     monkeypatch.setattr(m, "HubPolicy", Mock())
 
