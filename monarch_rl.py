@@ -57,7 +57,6 @@ import contextvars
 import copy
 import ctypes
 import fcntl
-import gc
 import inspect
 import json
 import math
@@ -994,7 +993,7 @@ class WeightWriter:
 
     def write(self, slot: Tensor) -> None:
         """Fills a slot, [slot bytes] uint8, with the tensors as they are now."""
-        # ctypes releases the GIL, so that the trainer's thread goes on. (Part II: GPUs.)
+        # ctypes releases the GIL, so that the trainer's thread goes on.
         ctypes.memmove(slot.data_ptr(), self.block.data_ptr(), self.block.nbytes)
 
 
@@ -3509,9 +3508,10 @@ async def demo_recovery(report: Report) -> None:
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
 #   flags.json    flags of the newest --train, for later commands
+#   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #
-# Cost. Later commands depend on what earlier ones saved, so they print what they take over.
+# Cost. A copy of the model, besides the checkpoints.
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
@@ -3519,6 +3519,9 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
     # Without --checkpoint one file is enough, for a lost trainer.
     checkpoints = Checkpoints(folder, 2 if cfg.checkpoint else 1)
     work = partial(do_command, checkpoints, cfg)
+    model = folder / "model"
+    if model.is_dir():
+        cfg = replace(cfg, model=str(model), sft_steps=0)
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device_of(cfg), max_new_tokens=num_tokens)
     print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
@@ -3531,6 +3534,12 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     cfg = run.cfg
     if cfg.train:
         save_flags(flags, checkpoints.folder)
+    # A resumed run takes version 0 as --model.
+    model = checkpoints.folder / "model"
+    if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
+        await run.trainer.request(export, f"{model}.new")
+        await asyncio.to_thread(os.sync)  # on disk before it gets its name
+        os.replace(f"{model}.new", model)
     figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
@@ -3590,9 +3599,7 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, report.pool, progress)
         learner = partial(user_learner, meeting_file=f"{report.folder}/{time.monotonic_ns()}")
-        # A checkpoint has the effect of supervised steps. Only --kl needs version 0 again.
-        num_steps = 0 if self.version and not cfg.kl else cfg.sft_steps
-        args: Any = (replace(cfg, sft_steps=num_steps), learner, self.version)
+        args: Any = (cfg, learner, self.version)
         self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
         self.min_groups = cfg.trainers
         reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
@@ -3787,7 +3794,6 @@ class UserLearner(Learner):
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
         rows = super().rows_to_train(advantage)
-        # A penalty trains all rows, and each rank needs one.
         keeps_all = self.penalty or len(rows) < self.num_ranks
         return list(range(len(advantage))) if keeps_all else rows
 
@@ -3940,7 +3946,6 @@ def right_episodes(policy: Policy, prompts: Iterator[Prompt]) -> Iterator[Episod
 def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     """Runs REINFORCE on right responses, with A = 1 and new moments."""
     student = copy.copy(learner)
-    # Independent of --temperature.
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
@@ -3957,7 +3962,6 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
-    """Runs in the trainer."""
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
     trainer.writer.publish(trainer.version)  # replaces version 0, not pulled yet
     trainer.writer.wait()
@@ -4045,9 +4049,6 @@ class WarmPool(Pool):
 def release(worker: Worker) -> None:
     # Stopped actors stay in memory.
     vars(worker).clear()
-    if torch.cuda.is_initialized():  # torch keeps freed memory, which other processes need
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 # == ON GPUS ====
@@ -4755,7 +4756,6 @@ async def demo_hosts(report: Report) -> None:
     publishing = ensure_future(publish())
     await service.begin()
     read = partial(service.request, "read", 25, 1, True)
-    # Four requests of 25 reads; one host is lost during the first two.
     reading = gather(read(), read())
     await sleep(0.1)
     await service.replicas[0].processes.kill()
@@ -4926,7 +4926,8 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     """Yields what cannot be read or written."""
     # "org/name" is a hub id, "./name" and "a/b/c" are folders.
     is_path = cfg.model.startswith((".", "/", "~")) or cfg.model.count("/") > 1
-    model = cfg.model if is_path else ""
+    is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
+    model = cfg.model if is_path and not is_saved else ""
     task = cfg.task if cfg.task.endswith(".jsonl") else ""
     for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
         if path and not Path(path).exists():
