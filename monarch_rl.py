@@ -114,6 +114,7 @@ from torch import Tensor
 
 THIS_FILE = Path(__file__).resolve()
 Record = dict[str, Any]
+Weights = dict[str, Tensor]  # by name
 STAGES: dict[str, Stage] = {}  # by name, in the order of the file
 
 
@@ -224,7 +225,7 @@ class Accumulator(Actor):
     @endpoint  # mechanism: hello_actor
     async def add(self, pause_s: float = 0.0005) -> None:
         total = self.total
-        # During the pause, another thread or coroutine would read the same total.
+        # An overlapping call would read the same total during the pause.
         await sleep(pause_s)
         self.total = total + 1
 
@@ -331,7 +332,7 @@ async def demo_actor_mesh(report: Report) -> None:
 #                                                     handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads the memory of another machine without
-# its processor. Without such a card Monarch does the same over TCP, by threads in Rust. Within a
+# its processor. Without such a card Monarch does the same over TCP. Within a
 # host, section 7 uses shared memory instead.
 
 
@@ -349,7 +350,7 @@ class Owner(Actor):
 
     @endpoint
     async def compute(self) -> float:
-        """Keeps this process's Python busy for about a second. Returns the time at its end."""
+        """Holds the GIL for about a second. Returns the time at the end."""
         sum(range(10**8))  # one call into C: no other Python code of the process runs
         return time.time()
 
@@ -377,7 +378,7 @@ async def demo_rdma_transfer(report: Report) -> None:
     report.table(rows)
     report.check("bytes of the handle", len(pickle.dumps(handle)), "<", 1024)
 
-    # Another pull, while the owner cannot run any Python.
+    # Pulls 32 MiB while the owner cannot run Python.
     mine.zero_()
     busy = ensure_future(owner.compute.call_one())
     await sleep(0.2)  # now the owner is inside of `sum`
@@ -434,7 +435,7 @@ async def demo_controllers(report: Report) -> None:
 # Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
-#   process, kills and replaces it. A slow worker still answers pings.
+#   process, kills and replaces it (section 6). A slow worker still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
@@ -457,7 +458,7 @@ class Worker(Actor):
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
-        # A process group of its own: kill_group ends its children, and Ctrl-C does not reach it.
+        # Its own process group: kill_group kills its children too; Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint
@@ -516,7 +517,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # If this process was stopped (Ctrl-Z) in one half, it reads the answer in the other.
+            # If Ctrl-Z stops this process, one half expires; the other reads the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -731,7 +732,7 @@ class Service:
                     return next(iter(call.result().values()))
                 if isinstance(error, ActorError):  # raised by the request itself
                     raise error
-                replica.lose(cause_of(error))  # of several types: the process has ended
+                replica.lose(cause_of(error))  # any other type: the process has ended
             raise ReplicaLost(replica.lost.result())
         finally:
             call.cancel()  # the worker is not interrupted
@@ -751,23 +752,23 @@ class Service:
                     self.error = self.error or error
 
     async def _live(self, number: int) -> None:
-        """Starts one replica, and runs it until it is lost. Raises an error if a start fails."""
+        """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         processes = await self.pool.start(self.num_ranks)
-        # Each actor needs another name, also a successor.
+        # Actor names must be unique, even after a loss.
         worker = processes.mesh.spawn(f"{name}_{time.monotonic_ns()}", self.worker_class)
         replica = Replica(name, processes, worker)
         try:
-            # Imports may hold the GIL for seconds.
+            # Always 30 s: imports may hold the GIL for seconds.
             async with replica.watched(30.0):
                 replica.result = await self._ask(replica, "setup", number, *self.setup_args)
             # From here on it gets requests.
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])
+                await wait([replica.lost])  # unlike `await`, never cancels it
             if not self.replaces:
-                raise ReplicaLost(replica.lost.result())
+                self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
             self.replicas.pop(number, None)
             if replica.lost.done():
@@ -810,7 +811,7 @@ class Pool:
         """Returns new processes, one for each rank."""
         name = f"process_{time.monotonic_ns()}"
         mesh = this_host().spawn_procs({"rank": num_ranks}, self.bootstrap, name)
-        # A temporary actor tells the process ids. The replica's own actor may fail as it starts.
+        # A temporary actor returns the process ids, before the replica's own can fail.
         worker = mesh.spawn(f"{name}_first", Worker)
         ids = await worker.ping.call()
         await worker.stop()
@@ -850,8 +851,6 @@ async def demo_service(report: Report) -> None:
     # 400 requests, 2 ms apart, around the two faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
-    for failed in service.failures:
-        report.say(f"{failed.lost.result()}: replaced")
     report.check("requests of 400 with the right answer", num_right, "==", 400)
     report.check("replicas that were replaced", len(service.failures), "==", 2)
     await service.close()
@@ -866,8 +865,8 @@ async def demo_service(report: Report) -> None:
 # Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
 #
 # A slot is *CPU staging* in host memory: the trainer need not know who reads, or when. Left, a
-# broadcast in a process group begins when all members have called it, so the trainer waits for the
-# last rollout. Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# broadcast begins when all members have called it, so the trainer waits for the last rollout.
+# Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -905,7 +904,7 @@ class ArenaHandle:
     """How another process finds the arena, and what is in it."""
 
     path: str
-    layout: Layout  # of each slot
+    layout: Layout  # of each slot: 7c
     num_readers: int
 
 
@@ -913,7 +912,7 @@ class Arena:
     """One process's mapping of the shared memory: a page of 8-byte words, then the slots."""
 
     HEADER_BYTES = 4096
-    LATEST = 0  # a word of the header: version * slots + slot
+    LATEST = 0  # a word of the header: version * slots + slot, 7 * 4 + 2 = 30; at first -1
     LEASES = 1  # from here on, the slot that each reader leases
     NOTHING = -1
 
@@ -939,7 +938,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call. At first, version NOTHING."""
+        """Leases the latest (version, slot) until the next call. At first (-1, num_slots - 1)."""
         with self.locked():
             version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -1054,7 +1053,6 @@ class TensorSpec:
 
 
 Layout = tuple[TensorSpec, ...]
-Weights = dict[str, Tensor]  # by name
 
 
 def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
@@ -1260,7 +1258,7 @@ class ShardedWriter(WeightWriter):
 
     def _copy(self, version: int) -> None:
         slot = torch.tensor([self.arena.free_slot()])
-        dist.broadcast(slot, 0, self.group)  # the choice of rank 0
+        dist.broadcast(slot, 0, self.group)  # rank 0 decides: leases may change meanwhile
         self.write(self.arena.slots[int(slot)])
         dist.barrier(self.group)  # all have written
         if self.rank == 0:
@@ -1272,6 +1270,7 @@ class ShardedWriter(WeightWriter):
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
             coordinate = tuple(mesh.get_coordinate())
+            # Above 0 in a dimension that replicates: rank 0 writes it.
             by_dim = zip(tensor.placements, coordinate)
             if any(rank > 0 for placement, rank in by_dim if placement.is_replicate()):
                 continue  # mechanism: reshard
@@ -1352,7 +1351,7 @@ async def demo_reshard(report: Report) -> None:
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
-# Cost. Three more numbers per token.
+# Cost. Three numbers per token: id, turn and log-probability.
 # Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 # -- 9a. Tasks and prompts ---
@@ -1480,8 +1479,8 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        # The ids of a later turn begin with the end of the response before: <e> <u> u u u ... A
-        # truncated response has none, even if its last token happens to be the same.
+        # A later turn begins with <e>, the end of the previous response: <e> <u> u u u <e> <a>. If
+        # it was sampled, it is there already; to a truncated response it is appended.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1557,18 +1556,22 @@ class Policy:
         return self.tokenize(text.removeprefix(before))
 
     def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
-        """Returns the text up to the last response, and the text with the last turn."""
+        """Returns the text up to the last response, and the text with the last turn.
+
+        Turns "abc" and "def": "<user>abc<end><assistant>response", and the same followed by
+        "<end><user>def<end><assistant>".
+        """
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
         before = self.render(earlier[:-1], True) + RESPONSE["content"] if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Returns the text of the newest response, for rewards; training reads the ids."""
+        """Returns the newest response (turn from 1) as text, for rewards; training reads ids."""
         ids = episode.ids[episode.turn_of.index(turn) :]
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
-        """Returns logits of ids [B, T], at positions, or the last ones, by `logits_to_keep`."""
+        """Returns logits of ids [B, T]. logits_to_keep: positions, or the number of last ones."""
         return self.model(ids, **inputs).logits
 
     def token_logprobs(self, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
@@ -1626,10 +1629,10 @@ class Decoder:
         The newest token of each row is in the last column.
         """
         width = max(len(row) for row in rows)
-        padded = [[-1] * (width - len(row)) + row for row in rows]
+        padded = [[-1] * (width - len(row)) + row for row in rows]  # -1: padding
         ids = torch.tensor(padded, device=self.mask.device)
         self.mask = torch.cat([self.mask, (ids >= 0).long()], 1)
-        # A row's positions count its own tokens, not the padding.
+        # Padding does not count: mask 0 0 1 1 1 has positions 0 0 0 1 2.
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]
         logits = self.policy.forward(
             ids.clamp(min=0),
@@ -1718,19 +1721,21 @@ def rollout(
         rng = torch.Generator(policy.device).manual_seed(seed)
     longest = policy.context - policy.max_new_tokens
     for turn in range(max(len(episode.prompt.turns) for episode in episodes)):
-        user_ids: dict[int, list[int]] = {}  # by prompt, which the samples of a group share
+        prompt = None
+        ids: list[int] = []
         responding = []
         for episode in episodes:
-            # A conversation has had this turn, or has ended, or was too long to go on.
+            # Skips episodes that have this response, have ended, or were too long.
             if len(episode.responses) != turn or turn == len(episode.prompt.turns):
                 continue
             # The oldest version counts: later turns may be sampled by newer weights.
             if turn == 0:
                 episode.version = version
-            key = id(episode.prompt)
-            if key not in user_ids:
-                user_ids[key] = policy.prompt_ids(episode.prompt, turn)
-            episode.add_prompt(user_ids[key])
+            # A group shares a Prompt, and its episodes stand next to each other.
+            if episode.prompt is not prompt:
+                prompt = episode.prompt
+                ids = policy.prompt_ids(prompt, turn)
+            episode.add_prompt(ids)
             if len(episode.ids) <= longest:
                 responding.append(episode)
         if responding:
@@ -1776,7 +1781,7 @@ def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor,
 
 
 def num_asked_again(episodes: list[Episode]) -> int:
-    """Returns how many letters turns of RetryTask ask for although the response before has them."""
+    """Counts letters that a turn of RetryTask asks for although the previous response has them."""
     num_again = 0
     for episode in episodes:
         for response, turn in zip(episode.responses, episode.prompt.turns[1:]):
@@ -1819,9 +1824,9 @@ async def demo_rollout(report: Report) -> None:
 # Problem. J, the mean reward of the policy, should grow. Samples give its gradient, but noisily;
 #   and samples of an older policy give a biased gradient.
 # Rule. Three remedies:
-#   a baseline   removes noise. The advantage A replaces the reward: how much better the response
+#   a baseline   lowers noise. The advantage A replaces the reward: how much better the response
 #                was than others to the same prompt.
-#   a ratio      r = p now / p when sampled removes bias: samples of an old policy are weighted as
+#   a ratio      r = p now / p when sampled lowers bias: samples of an old policy are weighted as
 #                if the current policy had drawn them.
 #   a clip       bounds the push: how far one batch can move a token's probability.
 # Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
@@ -1838,8 +1843,7 @@ async def demo_rollout(report: Report) -> None:
 # product of its tokens' ratios, would explode with its length. The losses take the ratio of each
 # token alone, which ignores how likely the tokens before it have become.
 #
-# The loss of a batch is the mean over its tokens (DAPO, Yu 2025). GRPO took the mean of each
-# response first, so a token of a long response had less weight.
+# The loss of a batch is the mean over its tokens (DAPO, Yu 2025).
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -1933,7 +1937,7 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of its rows."""
 
     num_tokens: int
-    loss: float  # with ppo near 0: -A, and the advantages of responses add up to 0
+    loss: float  # ppo: near 0, as r is near 1, and A of a group adds up to 0
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before it is cut to 1
@@ -1964,8 +1968,8 @@ class Learner:
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
-        A response is worth the rewards to go: those of its turn and of later turns, which it leads
-        to. It is compared with those of the same turn in the group; if all others have ended, a
+        A response is worth its rewards to go: with rewards [0.5, 0.2] the first turn is worth 0.7,
+        the second 0.2. It is compared with the same turn in the group; if all others have ended, a
         baseline leaves 0.
         """
         per_token = []
@@ -2034,7 +2038,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If all rewards are equal, the step has a gradient of 0.
+        # If there are none, trains on all, with gradient 0.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
@@ -2091,7 +2095,7 @@ class Bandit:
         old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
         losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, cfg)
-        # Table i is in batch i only, so one gradient of the sum has that of each batch.
+        # Loss i depends on table i only: the gradient of their sum holds that of each.
         mean_losses = losses.mean((1, 2))  # [batches]
         return -torch.autograd.grad(mean_losses.sum(), tables)[0]
 
@@ -2114,7 +2118,7 @@ class Bandit:
         first = replace(self, samples=self.samples[:1])
         now = self.old
         for _ in range(100):
-            now = now + 2 * first.estimates(now, "ppo", "group", cfg)[0]
+            now = now + 2 * first.estimates(now, "ppo", "group", cfg)[0]  # learning rate 2
         difference = self.old.log_softmax(-1) - now.log_softmax(-1)
         return float((self.old.softmax(-1) * difference).sum(-1).mean())
 
@@ -2134,7 +2138,7 @@ async def demo_losses(report: Report) -> None:
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
     fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
-    # The ratio by itself, at most 2, is the weight of `decoupled` in a first update.
+    # In a first update, `decoupled` is `reinforce` times the ratio, at most 2.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
@@ -2154,7 +2158,7 @@ async def demo_losses(report: Report) -> None:
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators wait for the newest version before they sample,
-#   and no step is made meanwhile, so staleness is 0. One object accounts for every group.
+#   and no step is made meanwhile, so staleness is 0. `Progress` accounts for every group.
 # Cost. Each side waits while the other works (section 12).
 # Read on. `train_sync` is the loop, `Run.sample_and_score` and `Run.step` its two halves.
 #
@@ -2225,7 +2229,7 @@ def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
 
 
 def make_policy(cfg: Config, number: int) -> Policy:
-    """number: of the generator."""
+    # Part II: a GPU by the generator's number.
     return Policy(cfg)
 
 
@@ -2288,7 +2292,7 @@ class RewardWorker(Worker):
         self.call_task = make_scorer(cfg)
 
     def ask(self, method: str, groups: list[Conversations]) -> list[Any]:
-        """Returns what a method of the task says of each episode: "score", in Part II "reply"."""
+        """Returns the result of a task method for each episode: "score", in Part II "reply"."""
         return self.call_task(method, groups)
 
 
@@ -2450,7 +2454,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step. Called before the version is incremented."""
+        """Returns the row of a step, made before the version grows. A group has one version."""
         episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
@@ -2693,8 +2697,8 @@ async def demo_async_rl(report: Report) -> None:
 
     # 30 steps with more batches in flight, and a higher bound.
     await train_async(run, max_staleness + 8, 30)
-    unbounded = max(row["staleness"] for row in rows)
-    report.check("largest staleness, with the bound raised by 8", unbounded, ">", max_staleness)
+    largest = max(row["staleness"] for row in rows)
+    report.check("largest staleness, with the bound raised by 8", largest, ">", max_staleness)
     counts = run.progress.counts()
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
     await run.close()
@@ -2775,7 +2779,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # Mismatched weights are listed, not raised.
+    # Lists mismatched weights, too.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     wrong = {kind: [*names] for kind, names in loaded.items() if "keys" in kind}
@@ -3599,18 +3603,19 @@ class UserRun(Run):
     ) -> None:
         super().__init__(cfg, report.pool, progress)
         learner = partial(user_learner, meeting_file=f"{report.folder}/{time.monotonic_ns()}")
-        args: Any = (cfg, learner, self.version)
-        self.trainer = replace(self.trainer, setup_args=args, num_ranks=cfg.trainers)
+        self.trainer = replace(
+            self.trainer, setup_args=(cfg, learner, self.version), num_ranks=cfg.trainers
+        )
         self.min_groups = cfg.trainers
         reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
         if hosts:
             reader = partial(relayed_reader, hosts.outlet, reader)
         # The GPUs of a worker host are for generators only.
         load = partial(load_policy, dtype=dtype_of(cfg), num_before=0 if hosts else cfg.trainers)
-        args = (cfg, load, reader)
-        self.generators = replace(self.generators, pool=hosts or self.pool, setup_args=args)
-        args = (cfg, user_scorer)
-        self.reward_workers = replace(self.reward_workers, setup_args=args)
+        self.generators = replace(
+            self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
+        )
+        self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
         if all(self.task.prompt(number).is_held_out for number in range(1000)):
@@ -3779,8 +3784,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Gradients pass through the copies to the weights in fp32. (Under autocast norms would stay
-        # in fp32, unlike in generators.)
+        # Gradients pass through the copies to the weights in fp32.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -4052,9 +4056,8 @@ def release(worker: Worker) -> None:
 
 
 # == ON GPUS ====
-# Problem. What is cheap on a CPU is not on a GPU. A copy of each tensor into ordinary memory moves
-#   1 GB/s where the bus has 55. The logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB
-#   in fp32, several times.
+# Problem. A copy of each tensor into ordinary memory moves 1 GB/s; the bus of a GPU has 55. The
+#   logits of 8,192 tokens over a vocabulary of 150,000 take 5 GB in fp32, several times.
 # Rule. Move one block, not 300 tensors. Compute logits in chunks, and again in the backward pass.
 # Cost. A block of weights on each side.
 #
@@ -4080,8 +4083,8 @@ def use_gpu(number: int) -> None:
     """Makes one GPU the current one of this thread, which is where "cuda" is."""
     torch.cuda.set_device(number % torch.cuda.device_count())
     free, total = torch.cuda.mem_get_info()
-    place = f"process {os.getpid()}, GPU {torch.cuda.current_device()}"
-    print(f"{place}: {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
+    gpu = torch.cuda.current_device()
+    print(f"process {os.getpid()}: {free / 1e9:.0f} of {total / 1e9:.0f} GB free on GPU {gpu}")
 
 
 # -- weights as one block ---
