@@ -479,7 +479,8 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_kl() -> None:
     batch = SimpleNamespace(ids=None, is_sampled=None)
     logp = table.log_softmax(-1)
     p = logp.detach().exp()  # all tokens, as often as they would be sampled
-    found = torch.autograd.grad((p * m.divergence(reference, 1.0, batch, logp)).sum(), table)[0]
+    price = m.divergence(reference, 0.25, batch, logp)
+    found = torch.autograd.grad((4 * p * price).sum(), table)[0]
     kl = (table.softmax(-1) * (table.log_softmax(-1) - q)).sum()
     assert torch.allclose(found, torch.autograd.grad(kl, table)[0], atol=1e-6)
 
@@ -690,13 +691,26 @@ def test_a_step_without_memory_is_made_in_smaller_parts(monkeypatch: Any, capsys
     assert capsys.readouterr().out.count("--tokens-per-micro-batch 40\n") == 1
 
 
-def test_supervised_steps_learn_at_temperature_1() -> None:
+def test_supervised_steps_are_reinforce() -> None:
     found = []
-    for temperature in (1.0, 0.5):
-        one = learner(temperature=temperature)
+    for temperature, loss in ((1.0, "reinforce"), (0.5, "decoupled")):
+        one = learner(temperature=temperature, loss=loss, entropy=1 - temperature)
+        one.optimizer = None
         m.sft(one, m.training_prompts(m.LetterTask(CFG.seed)), 2)
         found.append(parameters(one))
     assert torch.equal(*found) and one.policy.temperature == 0.5
+
+
+def test_supervised_steps_need_answers_that_fit() -> None:
+    policy = policy_of()
+    policy.tokenizer.chat_template += "{{ raise_exception('no b') if 'b' in messages[0].content }}"
+    pairs = [("b", "a"), ("a", "aa"), ("a", "a"), ("a", None)]
+    prompts = [m.Prompt(i, (m.user_turn(*pair),)) for i, pair in enumerate(pairs)]
+    policy.context = len(m.episode_with(policy, prompts[2], ["a"]).ids)
+    found = m.right_episodes(policy, iter(prompts))
+    assert next(found).prompt.number == 2
+    with pytest.raises(m.UsageError, match="no answer"):
+        next(found)
 
 
 def test_an_update_that_is_not_finite_is_left_out(monkeypatch: Any) -> None:
@@ -798,6 +812,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
     m.verify(policy_of(model_folder(tmp_path / "sound")))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens("<image>", special_tokens=True)
     model = load(folder)
     state = None
     if fault == "finite":
@@ -871,6 +886,7 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     tokenizer = policy.tokenizer
     tokenizer.add_tokens(["<turn>", "<tool>"])
     tokenizer.add_tokens(["<think>", "</think>"], special_tokens=special)
+    tokenizer.add_tokens(["<eot>"], special_tokens=True)
     cuts = EACH.replace("<user>", "<turn>").replace("content", "content.split('</think>')[-1]")
     tokenizer.chat_template = cuts + "{% if '<turn>' in messages[0].content %}b{% endif %}"
     policy._read_template()
@@ -878,11 +894,16 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     turn = m.Turn((*m.user_turn("a <tool>", "").messages, answer), "")
     whole = tokenizer.apply_chat_template([*turn.messages], return_dict=False)
     assert policy.prompt_ids(m.Prompt(0, (turn,)), 0) == whole
-    forged = m.Prompt(0, (m.user_turn("<turn>", ""),))
+    forged = m.Prompt(0, (m.user_turn("<turn><eot>", ""),))
     with pytest.raises(m.UsageError, match="reads control tokens"):
         policy.prompt_ids(forged, 0)
     tokenizer.chat_template = cuts
-    assert policy.prompt_ids(forged, 0).count(tokenizer.convert_tokens_to_ids("<turn>")) == 1
+    turn_id, end_id = tokenizer.convert_tokens_to_ids(["<turn>", "<eot>"])
+    ids = policy.prompt_ids(forged, 0)
+    assert (ids.count(turn_id), ids.count(end_id)) == (1, 0)
+    tokenizer.chat_template = EACH.replace("<end>", "")
+    policy._read_template()
+    assert {*policy.end_ids} == {tokenizer.eos_token_id}  # not "\n"
 
 
 def check_conversations(policy: Any, sampled: list[Any]) -> None:
@@ -1177,7 +1198,9 @@ def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, raises: bool) -> None:
+def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(
+    serve: Any, raises: bool, monkeypatch: Any
+) -> None:
     def script(worker: Any, method: str, number: int = 0) -> Any:
         num_setups[number] += method == "setup"
         if raises:
@@ -1190,8 +1213,16 @@ def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(serve: Any, rais
                 await call()
 
     num_setups = [0, 0]
-    serve(script, work, begins=False)
+    limits: list[float] = []
+    monkeypatch.setattr(m, "until_unresponsive", lambda _, s: asyncio.sleep(99, limits.append(s)))
+    serve(script, work, begins=False, unresponsive_s=5.0)
     assert max(num_setups) == (1 if raises else 3)
+    assert limits.count(30.0) == sum(num_setups)
+    lost = m.ReplicaLost("")  # never thrice in a row
+    ends = [lost, lost, None, lost, lost, asyncio.CancelledError]
+    monkeypatch.setattr(m.Service, "_live", AsyncMock(side_effect=ends))
+    with pytest.raises(asyncio.CancelledError):
+        serve(script, work, num_replicas=1)
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -1311,10 +1342,10 @@ class FakeServices:
         return m.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
 
 
-def run_of(module: Any, cfg: Any, services: Any) -> Any:
+def run_of(module: Any, cfg: Any, services: Any, progress: Any = None) -> Any:
     """A run without processes."""
     report = SimpleNamespace(pool=module.Pool(), folder=Path("."))
-    run = module.UserRun(cfg, report, None, module.SavedProgress())
+    run = module.UserRun(cfg, report, None, progress or module.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
     run.log = open(os.devnull, "w")
@@ -1336,7 +1367,7 @@ def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> 
         run = trained(m, staleness, loses, seed)
         counts = run.progress.counts()
         rows = run.progress.rows
-        assert max(row["staleness"] for row in rows) <= staleness
+        assert max(row["staleness"] for row in rows) == staleness
         assert max(row["in_flight"] for row in rows) <= staleness * 4  # the batch has ended
         assert (run.version, counts["in_flight"]) == (60, 0)
         if staleness or not loses:  # a synchronous batch may lack groups that were lost
@@ -1402,6 +1433,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
         run.log = open(tmp_path / "log", "w", buffering=1)
         run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
+        run.trainer.request = AsyncMock(wraps=run.trainer.request)
         await run.trainer.trainer.acquire()  # the trainer is busy when the signal comes
         step = asyncio.ensure_future(run.step(groups))
         await asyncio.sleep(0.05)
@@ -1414,6 +1446,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
         return run
 
     run = asyncio.run(interrupt())
+    run.trainer.request.assert_called_with(m.require_finite)
     (line,) = (tmp_path / "log").read_text().splitlines()
     row = run.progress.rows[0]
     assert json.loads(line, parse_constant=pytest.fail) == row | {"k3": None}
@@ -1499,11 +1532,12 @@ def groups_with(*rewards: list[float]) -> list[Any]:
 
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response() -> None:
-    groups = groups_with([1, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1])
+    groups = groups_with([1, 0.99, 0, 0, 1], [0, 0, 0.99, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1])
     run: Any = SimpleNamespace(held_out=[0] * 4, num_too_long=0)
-    run.sample_and_score = lambda *_, **__: asyncio.sleep(0, groups)
+    run.sample_and_score = AsyncMock(return_value=groups)
     run.evaluate = lambda: asyncio.sleep(0, 0.5)
     found = asyncio.run(m.evaluate_pass_at_k(run, 5))
+    run.sample_and_score.assert_called_once_with(run.held_out, 5, seed=0)
     assert found["greedy"] == 0.5
     assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
     assert found["pass@5"] == pytest.approx(2 / 3)
@@ -1534,7 +1568,7 @@ RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u
 RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$$", "x+1")]
 RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
-RIGHT += [("<think>40?</think> It is 42.", 42)]
+RIGHT += [("<think>40?</think> It is 42.", 42), ("so #### Rome", "Rome"), ("{Rome}", "Rome")]
 RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
 THOUGHTS = [("<|channel|>analysis<|message|>3<|channel|>final<|message|>4", 4)]
 THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
@@ -1585,6 +1619,7 @@ WRONG_LINES |= {
     '{"prompt": [{"role": 1}]}': "",
     '{"prompt": [{"role": "assistant", "content": "a"}]}': "",
     '{"prompt": "\\ud800"}': "",
+    '{"prompt": " "}': "no question",
     '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}': "content must be text",
     '{"question": "a", "answer": 1}': r"KeyError\('prompt'\)",
     '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
@@ -1643,6 +1678,10 @@ def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: P
         f"{tmp_path}/other/statistics.py:f": "rename it",
         f"{tmp_path}/other/time.py:f": "rename it",
     }
+    asked = f"{tmp_path}/asked.jsonl"
+    Path(asked).write_text('{"prompt": "a"}')
+    m.make_task(asked, "model", 0)
+    specs[asked] = "no answer"
     (tmp_path / "user_wrong.py").write_text("x = 1\ny = x / 0\n")
     (tmp_path / "other").mkdir()
     for name in ("user_neighbour", "statistics", "time"):
@@ -1683,8 +1722,12 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
         "g": lambda: fails(KeyError()),
         "h": lambda: asyncio.sleep(0),
     }
-    task = SimpleNamespace(score=lambda prompt, responses: results[responses[0]]())
-    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+
+    def score(prompt: Any, responses: list[str]) -> Any:
+        del prompt.turns[0].messages[0]["role"]  # of a copy
+        return results[responses[0]]()
+
+    monkeypatch.setattr(m, "user_task", lambda cfg: SimpleNamespace(score=score))
     group = [(PROMPT, [response]) for response in results]
     (rewards,) = m.call_task(CFG, "score", [group])
     scored = dict(zip(results, rewards, strict=True))
@@ -2042,6 +2085,7 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
     file.write_text('\ufeff{"steps": 7, "kl": 0.1, "of_old": 1}')
     assert (m.read_flags(words).steps, m.read_flags(words).kl) == (7, 0.5)
     assert f"{file}: --steps=7\n" in capsys.readouterr().out
+    assert [m.read_flags(["--train", *own]).lr for own in ([], ["--model=x"])] == [1e-3, 1e-6]
     (tmp_path / "step_00000001.pt").touch()
     with pytest.raises(m.UsageError, match="--task: the run"):
         m.read_flags([*words, "--task", "x.jsonl"])
@@ -2331,6 +2375,17 @@ def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: A
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001.pt"]
 
 
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: Any) -> None:
+    def sync(file: int) -> None:
+        assert os.fstat(file).st_size > 0
+        synced.append((os.readlink(f"/proc/self/fd/{file}"), (tmp_path / "x").exists()))
+
+    synced: list[Any] = []
+    monkeypatch.setattr(os, "fsync", sync)
+    m.write_durably(tmp_path / "x", "text")
+    assert synced == [(f"{tmp_path}/x.new", False), (str(tmp_path), True)]
+
+
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     _first = m.Checkpoints(tmp_path)
     with pytest.raises(m.UsageError, match="another run uses it"):
@@ -2385,10 +2440,8 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         for _ in range(4):  # lives, each of which ends in the middle
             services = FakeServices(len(drawn))
             services.version = len(progress.rows)
-            run = run_of(m, SMALL_RUN, services)
-            run.progress = progress
-            new = m.training_prompts(run.task, progress.num_drawn)
-            run.prompts = m.requeued_first(run.task, progress.requeued, new)
+            run = run_of(m, SMALL_RUN, services, progress)
+            run.prompts = m.requeued_first(run.task, progress.requeued, run.prompts)
             async with m.generating(run, 2) as buffer:
                 await m.learn(buffer, 5)
                 state = m.progress_state(run.progress)
@@ -2489,14 +2542,18 @@ def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch
     lost = m.ReplicaLost("trainer_0 has died")
     error = lost if kind == "loss" else ActorError(ValueError("a bug"))
     trainer = SimpleNamespace(error=None if kind == "bug" else lost)
-    run: Any = SimpleNamespace(task=None, prompts=iter(()), version=0, trainer=trainer)
+    run: Any = SimpleNamespace(task=m.LetterTask(0), prompts=iter([PROMPT]), trainer=trainer)
     run.begin, run.close, work = AsyncMock(side_effect=error), AsyncMock(), AsyncMock()
     monkeypatch.setattr(m, "sleep", AsyncMock())
-    checkpoints: Any = SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
+    saved = [m.SavedProgress(requeued=[5, 3]), *[m.SavedProgress()] * 9]
+    checkpoints: Any = SimpleNamespace(newest=lambda: ("", saved.pop(0)))
+    versions = iter([0] * 4 + [9] * 5)
+    make_run = lambda _: setattr(run, "version", next(versions)) or run  # noqa: E731
     with pytest.raises(type(error)):
-        asyncio.run(m.with_restarts(checkpoints, lambda progress: run, work))
-    assert run.begin.call_count == (1 if kind == "bug" else 5)
+        asyncio.run(m.with_restarts(checkpoints, make_run, work))
+    assert run.begin.call_count == (1 if kind == "bug" else 9)
     assert not work.called
+    assert [prompt.number for prompt in run.prompts] == [5, 3, 0]
 
 
 def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
@@ -2782,7 +2839,10 @@ def test_a_learner_steps_once_its_critic_is_of_use() -> None:
         learner.step(single(policy, 16, number))
         assert torch.equal(parameters(learner), before) is (number < m.CRITIC_ALONE)
     episodes = single(policy, 16, 99)
-    for row, episode in zip(critic(episodes), episodes, strict=True):
+    rows = critic(episodes)
+    gains = torch.tensor([value for row in rows for value in row if value])
+    assert [gains.mean(), gains.std(correction=0)] == pytest.approx([0, 1], abs=0.01)
+    for row, episode in zip(rows, episodes, strict=True):
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
 
 
