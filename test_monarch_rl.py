@@ -3,8 +3,7 @@
     python -m pytest -q test_monarch_rl.py                    all, some minutes on two cores
     python -m pytest -q test_monarch_rl.py -k "not command"   what needs no Monarch
 
-Many tests show that they can fail: they run the same check on a copy of the file in which the
-mechanism of a stage is replaced (`without`), or with a method that is patched.
+That each stage can fail is shown by copies of the file in which its mechanism is replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import importlib.util
 import inspect
 import itertools
 import json
@@ -40,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock, Mock
 
@@ -72,22 +70,6 @@ def changed(folder: Path, stage: str, name: str = "monarch_rl") -> Path:
     file = folder / f"{name}.py"
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-@pytest.fixture
-def without(tmp_path: Path, monkeypatch: Any) -> Any:
-    """Of a stage: the module without its mechanism."""
-
-    def load(stage: str) -> ModuleType:
-        folder = tmp_path / f"without_{stage}"
-        folder.mkdir()
-        spec = importlib.util.spec_from_file_location(folder.name, changed(folder, stage))
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, folder.name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load
 
 
 def processes(mark: str) -> dict[int, str]:
@@ -205,24 +187,18 @@ def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
         reader.pull(4)
 
 
-def test_a_reader_gets_a_version_and_keeps_it_until_its_next_pull(without: Any) -> None:
-    def keeps_them(module: Any) -> bool:
-        mine, theirs = weights(0), weights(0)
-        writer = module.WeightWriter(mine, 1)
-        reader = module.WeightReader(writer.handle, 0, theirs)
-        assert reader.pull() == -1
-        seen = []
-        for version in range(1, 30):
-            for tensor in mine.values():
-                tensor.fill_(version)
-            published(writer, version)
-            if version % 3 == 1:
-                assert reader.pull() == version
-            seen.append(held(theirs) == {version - (version - 1) % 3})
-        return all(seen)
-
-    assert keeps_them(m)
-    assert not keeps_them(without("weight_sync"))
+def test_a_reader_gets_a_version_and_keeps_it_until_its_next_pull() -> None:
+    mine, theirs = weights(0), weights(0)
+    writer = m.WeightWriter(mine, 1)
+    reader = m.WeightReader(writer.handle, 0, theirs)
+    assert reader.pull() == -1
+    for version in range(1, 30):
+        for tensor in mine.values():
+            tensor.fill_(version)
+        published(writer, version)
+        if version % 3 == 1:
+            assert reader.pull() == version
+        assert held(theirs) == {version - (version - 1) % 3}
 
 
 A32, B64 = torch.zeros(3, 5), torch.zeros(7, dtype=torch.float64)
@@ -356,10 +332,10 @@ def box_of_dtensor(shape: Any, mesh: Any, rank: Any, placements: Any) -> Any:
     return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
 
 
-def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
+def written(shape: Any, mesh: Any, placements: Any) -> float:
     """What all ranks write into one slot over what is needed; the slot must be the whole."""
     whole = torch.rand(shape) + 1
-    layout = module.layout_of({"a": whole})
+    layout = m.layout_of({"a": whole})
     slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
     num_bytes = 0
     for rank in itertools.product(*[range(size) for size in mesh]):
@@ -367,7 +343,7 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
         tensor = SimpleNamespace(placements=placements, to_local=lambda local=local: local)
         tensor.device_mesh = SimpleNamespace(shape=mesh)
         tensor.device_mesh.get_coordinate = lambda rank=rank: list(rank)
-        writer = object.__new__(module.ShardedWriter)
+        writer = object.__new__(m.ShardedWriter)
         writer.handle = SimpleNamespace(layout=layout)
         writer.tensors = {"a": tensor}
         writer.written_bytes = 0
@@ -377,11 +353,8 @@ def written(module: Any, shape: Any, mesh: Any, placements: Any) -> float:
     return num_bytes / whole.nbytes
 
 
-def test_each_element_is_written_once(without: Any) -> None:
-    layouts = list(random_layouts(400))
-    assert {written(m, *layout) for layout in layouts} == {1.0}
-    broken = without("reshard")
-    assert any(written(broken, *layout) > 1 for layout in layouts)
+def test_each_element_is_written_once() -> None:
+    assert {written(*layout) for layout in random_layouts(400)} == {1.0}
 
 
 # == losses and the learner ========================================================================
@@ -421,19 +394,12 @@ MOVES = [(1.1, 1.0), (0.9, 1.0), (0.1, 1.0), (0.9, -1.0), (1.3, -1.0), (2.9, -1.
 STOPS = [(1.3, 1.0), (0.7, -1.0), (3.1, -1.0), (1e8, -1.0)]
 
 
-def test_the_clip_stops_a_token_on_its_way_out_only(without: Any) -> None:
-    def moves(module: Any) -> list[bool]:
-        found = []
-        for ratio, gain in MOVES + STOPS:
-            logp = torch.tensor([math.log(ratio)], requires_grad=True)
-            zero = torch.zeros(1)
-            module.ppo(logp, zero, zero, torch.tensor([gain]), CFG).sum().backward()
-            found.append(bool(logp.grad.abs() > 0))
-        return found
-
-    wanted = [True] * len(MOVES) + [False] * len(STOPS)
-    assert moves(m) == wanted
-    assert moves(without("losses")) != wanted
+def test_the_clip_stops_a_token_on_its_way_out_only() -> None:
+    for ratio, gain in MOVES + STOPS:
+        logp = torch.tensor([math.log(ratio)], requires_grad=True)
+        zero = torch.zeros(1)
+        m.ppo(logp, zero, zero, torch.tensor([gain]), CFG).sum().backward()
+        assert bool(logp.grad.abs() > 0) is ((ratio, gain) in MOVES)
 
 
 def test_no_token_outweighs_a_batch() -> None:
@@ -483,14 +449,6 @@ def test_the_divergence_as_a_loss_has_the_gradient_of_kl() -> None:
     found = torch.autograd.grad((4 * p * price).sum(), table)[0]
     kl = (table.softmax(-1) * (table.log_softmax(-1) - q)).sum()
     assert torch.allclose(found, torch.autograd.grad(kl, table)[0], atol=1e-6)
-
-
-def test_the_true_gradient_has_its_closed_form() -> None:
-    rng = torch.Generator().manual_seed(0)
-    table, rewards = (torch.randn(4, 16, generator=rng) for _ in range(2))
-    p = table.softmax(-1)
-    wanted = p * (rewards - (p * rewards).sum(-1, keepdim=True)) / 4
-    assert torch.allclose(m.Bandit(rewards, table, table).true_gradient(table), wanted, atol=1e-7)
 
 
 def learner(kind: Any = m.UserLearner, **flags: Any) -> Any:
@@ -943,7 +901,7 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     policy = policy_of()
     task = Environment(CFG.seed)
     monkeypatch.setattr(m, "user_task", lambda cfg: task)
-    run = run_of(m, replace(CFG, max_turns=3), None)
+    run = run_of(replace(CFG, max_turns=3), None)
     run.set_task(task)
     run.generators = SimpleNamespace(request=sample)
     run.reward_workers = SimpleNamespace(request=reply)
@@ -990,23 +948,18 @@ def test_a_seed_gives_the_same_samples_and_none_gives_the_likeliest_tokens() -> 
         assert all(likeliest == token for likeliest, token, turn in pairs if turn)
 
 
-def test_a_generator_waits_until_it_can_have_the_version_asked_for(without: Any) -> None:
-    def versions_with(module: Any) -> set[int]:
-        generator = object.__new__(module.Generator)
-        generator.setup(0, CFG, module.make_policy, module.WeightReader)
-        policy = module.Policy(CFG)
-        writer = module.WeightWriter(dict(policy.model.named_parameters()), 1)
-        published(writer, 0)
-        new = module.new_episodes(letters(1), 2)
-        with ThreadPoolExecutor(1) as thread:
-            asked = thread.submit(generator.rollout, writer.handle, 2, new, 0)
-            for version in (1, 2):
-                wait([asked], 0.5)
-                published(writer, version)
-            return {episode.version for episode in asked.result(60)}
-
-    assert versions_with(m) == {2}
-    assert versions_with(without("sync_rl")) == {0}
+def test_a_generator_waits_until_it_can_have_the_version_asked_for() -> None:
+    generator = object.__new__(m.Generator)
+    generator.setup(0, CFG, m.make_policy, m.WeightReader)
+    writer = m.WeightWriter(dict(m.Policy(CFG).model.named_parameters()), 1)
+    published(writer, 0)
+    new = m.new_episodes(letters(1), 2)
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(generator.rollout, writer.handle, 2, new, 0)
+        for version in (1, 2):
+            wait([asked], 0.5)
+            published(writer, version)
+        assert {episode.version for episode in asked.result(60)} == {2}
 
 
 def test_a_response_may_end_by_template_tokenizer_and_generation_config(tmp_path: Path) -> None:
@@ -1071,7 +1024,7 @@ class FakeWorker:
 def serve(monkeypatch: Any) -> Any:
     """Does some work with a service of such workers; none of their processes may be left."""
 
-    async def served(script: Any, work: Any, module: Any, options: dict[str, Any]) -> Any:
+    async def served(script: Any, work: Any, options: dict[str, Any]) -> Any:
         children = []
 
         async def start(pool: Any, num_ranks: int) -> Any:
@@ -1079,13 +1032,13 @@ def serve(monkeypatch: Any) -> Any:
             children.append(child)
             mesh = SimpleNamespace(stop=lambda: asyncio.sleep(0))
             mesh.spawn = lambda name, _: FakeWorker(script, child, name.rpartition("_")[0])
-            return module.Processes(mesh, [child.pid])
+            return m.Processes(mesh, [child.pid])
 
-        monkeypatch.setattr(module.Pool, "start", start)
-        pool = module.WarmPool()
+        monkeypatch.setattr(m.Pool, "start", start)
+        pool = m.WarmPool()
         number = options.pop("num_replicas", 2)
         begins = options.pop("begins", True)
-        service = module.Service(module.Worker, number, pool, **options)
+        service = m.Service(m.Worker, number, pool, **options)
         try:
             if begins:
                 await service.begin()
@@ -1096,9 +1049,9 @@ def serve(monkeypatch: Any) -> Any:
             ends = {child.wait(10) for child in children}
             assert ends <= {-signal.SIGKILL, 0}  # 0: somebody else has waited for it
 
-    def run_served(script: Any, work: Any, module: Any = m, **options: Any) -> Any:
-        monkeypatch.setattr(module, "get_or_spawn_controller", lambda *_: asyncio.sleep(0))
-        return asyncio.run(asyncio.wait_for(served(script, work, module, options), 100))
+    def run_served(script: Any, work: Any, **options: Any) -> Any:
+        monkeypatch.setattr(m, "get_or_spawn_controller", lambda *_: asyncio.sleep(0))
+        return asyncio.run(asyncio.wait_for(served(script, work, options), 100))
 
     return run_served
 
@@ -1135,7 +1088,7 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
     assert min(befell.values()) > 0
 
 
-def test_an_exception_or_three_losses_are_the_callers(serve: Any, without: Any) -> None:
+def test_an_exception_or_three_losses_are_the_callers(serve: Any) -> None:
     def script(worker: Any, method: str, *args: Any) -> Any:
         num_asked[method] += 1
         if method == "bad":
@@ -1158,10 +1111,6 @@ def test_an_exception_or_three_losses_are_the_callers(serve: Any, without: Any) 
 
     num_asked: Counter[str] = Counter()
     serve(script, work)
-    broken = without("service")
-    num_asked.clear()
-    with pytest.raises(broken.ReplicaLost):
-        serve(script, work, broken)
 
 
 def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> None:
@@ -1343,20 +1292,20 @@ class FakeServices:
         return m.StepStats(1, 0.0, 0.0, self.k3, 0.0, 1.0)
 
 
-def run_of(module: Any, cfg: Any, services: Any, progress: Any = None) -> Any:
+def run_of(cfg: Any, services: Any, progress: Any = None) -> Any:
     """A run without processes."""
-    report = SimpleNamespace(pool=module.Pool(), folder=Path("."))
-    run = module.UserRun(cfg, report, None, progress or module.SavedProgress())
+    report = SimpleNamespace(pool=m.Pool(), folder=Path("."))
+    run = m.UserRun(cfg, report, None, progress or m.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
     run.log = open(os.devnull, "w")
     return run
 
 
-def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
+def trained(staleness: int, loses: bool, seed: int = 0) -> Any:
     """A run of 60 steps. With a staleness of 0 it is synchronous."""
-    run = run_of(module, SMALL_RUN, FakeServices(seed, loses))
-    loop = module.train_async(run, staleness, 60) if staleness else module.train_sync(run, 60)
+    run = run_of(SMALL_RUN, FakeServices(seed, loses))
+    loop = m.train_async(run, staleness, 60) if staleness else m.train_sync(run, 60)
     asyncio.run(asyncio.wait_for(loop, 120))
     return run
 
@@ -1366,7 +1315,7 @@ def trained(module: Any, staleness: int, loses: bool, seed: int = 0) -> Any:
 def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> None:
     largest: list[int] = []
     for seed in range(3):
-        run = trained(m, staleness, loses, seed)
+        run = trained(staleness, loses, seed)
         counts = run.progress.counts()
         rows = run.progress.rows
         largest.append(max(row["staleness"] for row in rows))
@@ -1395,7 +1344,7 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
     seeds: list[int] = []
     for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
         sizes: list[int] = []
-        run = run_of(m, CFG, Services())
+        run = run_of(CFG, Services())
         groups = asyncio.run(run.sample_and_score(letters(128), num_samples, num_samples))
         assert (max(sizes), sum(sizes)) == (most, 128)
         # One episode of a larger group is left out.
@@ -1405,7 +1354,7 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
-    run = run_of(m, SMALL_RUN, FakeServices())
+    run = run_of(SMALL_RUN, FakeServices())
     asyncio.run(m.train_async(run, 2, 60))
     asyncio.run(m.train_sync(run, 20))
     supervised = Mock(wraps=m.episode_with)
@@ -1424,7 +1373,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     tmp_path: Path, capsys: Any
 ) -> None:
     async def interrupt() -> Any:
-        run = run_of(m, replace(SMALL_RUN, generators=1), FakeServices())
+        run = run_of(replace(SMALL_RUN, generators=1), FakeServices())
         run.log = open(tmp_path / "log", "w", buffering=1)
         run.trainer.k3 = math.nan
         groups = await run.sample(run.draw(4))
@@ -1464,7 +1413,7 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
             return await super().request(method, *args)
 
     for texts in ("abcb", "bb"):
-        run = run_of(m, CFG, Refusing())
+        run = run_of(CFG, Refusing())
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
         assert (run.num_too_long, sum(run.errors.values())) == (0, 4)  # of two prompts
@@ -1486,7 +1435,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, accuracy: Any, nu
     error = m.ReplicaLost("generator_0 has died") if num else KeyError("unforeseen")
     services = FakeServices()
     services.request = AsyncMock(side_effect=error)
-    run = run_of(m, CFG, services)
+    run = run_of(CFG, services)
     if num:  # an evaluation does not end it, but counts
         assert asyncio.run(run.evaluate()) is None
     run.progress.heldout.append((0, accuracy))
@@ -1508,7 +1457,7 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
 
     cfg = replace(SMALL_RUN, generators=1, trainers=4)
     policy = policy_of()
-    run = run_of(m, cfg, Services())
+    run = run_of(cfg, Services())
     asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
 
 
@@ -1518,7 +1467,7 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
     same: Any = SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
     monkeypatch.setattr(m, "user_task", lambda cfg: same)
     with pytest.raises(m.UsageError, match="held out"):
-        run_of(m, CFG, None)
+        run_of(CFG, None)
 
 
 def groups_with(*rewards: list[float]) -> list[Any]:
@@ -2062,13 +2011,6 @@ def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
             task.prompt(number)
 
 
-def test_every_flag_has_help(capsys: Any) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        m.main(["--help"])
-    out, _ = capsys.readouterr()
-    assert len(re.findall(r"^  --\w", out, re.MULTILINE)) == len(dataclasses.fields(m.Flags))
-
-
 SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
 
 
@@ -2272,7 +2214,7 @@ def saved_run(**progress: Any) -> Any:
         what(trainer, *args)
 
     trainer = trainer_of(learner())
-    run = run_of(m, CFG, SimpleNamespace(request=request))
+    run = run_of(CFG, SimpleNamespace(request=request))
     run.progress = m.SavedProgress(**progress)
     return run
 
@@ -2341,7 +2283,7 @@ def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_trainers, lives", [(1, True), (1, False), (2, True)])
 def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, lives: bool) -> None:
     cfg = replace(CFG, checkpoint="RUN", max_staleness=0, trainers=num_trainers)
-    run = run_of(m, cfg, saved_run().trainer)
+    run = run_of(cfg, saved_run().trainer)
     run.trainer.ready = lambda: [run] * lives
     run.draw = Mock(side_effect=ActorError(ValueError("a")))
     checkpoints = m.Checkpoints(tmp_path)
@@ -2435,7 +2377,7 @@ def test_prompts_in_flight_are_drawn_again_before_others() -> None:
         for _ in range(4):  # lives, each of which ends in the middle
             services = FakeServices(len(drawn))
             services.version = len(progress.rows)
-            run = run_of(m, SMALL_RUN, services, progress)
+            run = run_of(SMALL_RUN, services, progress)
             run.prompts = m.requeued_first(run.task, progress.requeued, run.prompts)
             async with m.generating(run, 2) as buffer:
                 await m.learn(buffer, 5)
@@ -2723,18 +2665,6 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.end()
 
 
-def test_a_relay_sends_no_layout(monkeypatch: Any) -> None:
-    handle, _ = m.create_arena(m.layout_of({f"tensor{i}": A32 for i in range(300)}), 1)
-    sent: list[Any] = []
-    outlet = SimpleNamespace(lease=SimpleNamespace(call_one=lambda *a: sent.extend(a)))
-    monkeypatch.setenv(m.HOST_FOLDER, "")
-    monkeypatch.setattr(m.os, "_exit", lambda status: None)
-    with pytest.raises(AttributeError):  # there is no answer
-        m.relay(outlet, handle, 0, None)
-    assert len(pickle.dumps(sent)) < 500
-    assert m.Arena(sent[0]).slots.shape == m.Arena(handle).slots.shape
-
-
 def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
     def attach(workers: list[str], **_: Any) -> Any:
         host = MagicMock()
@@ -2836,18 +2766,17 @@ def explained(critic: Any, episodes: list[m.Episode]) -> float:
     return 1 - float(gains[is_sampled].var() / targets[is_sampled].var())
 
 
-def test_a_critic_learns_and_passes_of_any_size_are_equal(without: Any) -> None:
+def test_a_critic_learns_and_passes_of_any_size_are_equal() -> None:
     policy = policy_of()
     episodes = single(policy, 16, 0)
     found = []
     small = m.Critic(policy, replace(CFG, tokens_per_micro_batch=1))
-    for critic in (m.Critic(policy, CFG), small, without("critic").Critic(policy, CFG)):
+    for critic in (m.Critic(policy, CFG), small):
         for _ in range(20):
             critic(episodes)
         found.append(explained(critic, episodes))
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] > 0.3
-    assert found[-1] == pytest.approx(0.0, abs=1e-6)
     values = small.values(torch.tensor([[3, 4, 5], [3, 7, 5]]))  # before each token
     assert torch.allclose(values[0, :2], values[1, :2])
     assert not torch.allclose(values[0, 2], values[1, 2])
