@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import inspect
 import itertools
 import json
 import math
 import operator
 import os
-import pickle
 import random
 import re
 import resource
