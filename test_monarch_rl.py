@@ -1980,8 +1980,8 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
         ({"trainers": 17}, ["--prompts-per-step"]),
         ({"task": "x.jsonl"}, ["--reward, and a --task other than repeat"]),
-        (own | {"preferences": "x"}, ["--preferences"]),
-        (own | {"reward": "model"}, ["--preferences"]),
+        (own | {"preferences": "x"}, ["--preferences and --reward model"]),
+        (own | {"reward": "model"}, ["--preferences and --reward model"]),
         (own | {"reward": "model", "preferences": "x"}, []),
     ):
         told = [mistake.partition(":")[0] for mistake in m.mistakes_in(replace(CFG, **changes))]
@@ -1995,7 +1995,7 @@ def test_an_output_is_no_input(tmp_path: Path) -> None:
     outputs = {"link": "log", "./data.jsonl": "json", "own.py": "log", "": "export"}
     for path, flag in outputs.items():
         changed = replace(cfg, reward=spec, **{flag: f"{tmp_path}/{path}"})
-        assert [*m.mistakes_in(changed)] == ["an output is an input, too"]
+        assert [*m.mistakes_in(changed)] == ["an output is also an input"]
     assert [*m.mistakes_in(replace(cfg, reward=spec, log="data.jsonl"))] == []
     assert [*m.mistaken_paths(replace(cfg, json=str(tmp_path / "new")))] == []
     assert not (tmp_path / "new").exists()
