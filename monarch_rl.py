@@ -1937,7 +1937,7 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of its rows."""
 
     num_tokens: int
-    loss: float  # ppo: near 0, as r is near 1, and A of a group adds up to 0
+    loss: float  # ppo: near 0, as A of a group adds up to 0; A grad r is not
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before it is cut to 1
@@ -2690,7 +2690,7 @@ async def demo_async_rl(report: Report) -> None:
         train_async(run, max_staleness, 60, 2 * max_staleness + 2),
     )
     rows = run.progress.rows
-    report.check("largest staleness", max(row["staleness"] for row in rows), "<", max_staleness + 1)
+    report.check("largest staleness", max(row["staleness"] for row in rows), "==", max_staleness)
     report.check("groups dropped", run.progress.ended["dropped"], ">", 0)
     failures = [*run.generators.failures, *run.reward_workers.failures]
     report.check("workers lost and replaced", len(failures), "==", 2)
@@ -2747,7 +2747,7 @@ class Flags(Config):
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
-#   task = user_task(cfg)
+#   task = user_task(Flags(model="M", task="sums.jsonl"))
 #   prompt = task.prompt(0)                                in the main process
 #   task.score(prompt, ["<think>40?</think> It is 42."])   [1.0], in the reward process
 
@@ -2796,7 +2796,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # a noncharacter, in no text: where `prompt_ids` cuts a message
+CUT = "\ufdd0"  # in no text: where `prompt_ids` cuts a message
 
 
 class HubPolicy(Policy):
@@ -3232,7 +3232,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          the same samples in the same order: equal bit for bit
+#   synchronous          with as many generators and cores: equal bit for bit
 #   asynchronous         the same prompts are drawn; samples and their order differ
 
 
