@@ -4095,7 +4095,7 @@ def pin(arena: Arena) -> None:
     cudart: Any = torch.cuda.cudart()
     address = arena.slots.data_ptr()
     error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
-    if error:  # perhaps a limit on locked memory
+    if error:  # perhaps by ulimit -l
         print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
         with suppress(RuntimeError):  # the next kernel reports the error, too
             torch.zeros(1, device="cuda")
@@ -4812,6 +4812,7 @@ RENAMED = """
     --dataset --task
     --reward-funcs --reward
     --output-dir --checkpoint
+    --report --log
 """
 
 
@@ -4850,7 +4851,7 @@ def read_flags(argv: list[str] | None) -> Flags:
         is_file = re.search(r"\.(jsonl|py:\w+)$", given[name])
         if is_file or (name == "model" and os.path.isdir(given[name])):
             given[name] = os.path.realpath(given[name])
-    # Paths last: the check creates folders.
+    # Last: the check creates folders.
     cfg = Flags(**with_saved_flags(given, parser))
     for mistake in chain(mistakes_in(cfg), mistaken_paths(cfg)):
         raise UsageError(mistake)
