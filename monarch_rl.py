@@ -699,6 +699,9 @@ class Service:
         """Waits until so many replicas are ready. Raises self.error."""
         while len(self.ready()) < num_replicas and not self.error:
             await sleep(0.005)
+            for supervisor in self.supervisors:
+                if supervisor.done():
+                    supervisor.result()  # raises its error, which is a bug
         if self.error:
             raise self.error
 
@@ -1275,7 +1278,7 @@ class ShardedWriter(WeightWriter):
             if any(rank > 0 for placement, rank in by_dim if placement.is_replicate()):
                 continue  # mechanism: reshard
             target = spec.view(slot)[box_of(spec.shape, mesh.shape, tensor.placements, coordinate)]
-            target.copy_(tensor.to_local().detach())
+            target.copy_(tensor.to_local().detach().to(target.dtype))
             self.written_bytes += target.nbytes
 
 
@@ -3056,7 +3059,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns the task of a run. The tiny policy knows letters only."""
+    """Returns one task. The tiny policy knows letters only."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3878,14 +3881,14 @@ def verify(policy: HubPolicy) -> None:
     """Raises UsageError if rollout and trainer's pass disagree, in fp32. Sets has_chunks."""
     probe = copy.copy(policy)
     probe.max_new_tokens = 4
-    # Two lengths, so that one is padded.
+    probe.temperature = 4.0  # a confident model would hide capped logits
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
     # Models that scale or cap their logits would do so to log-probabilities: no chunks.
     for has_chunks in (policy.model.get_output_embeddings() is not None, False):
-        policy.has_chunks = has_chunks
-        logprobs = called(where, recompute_logprobs, policy, episodes)
+        policy.has_chunks = probe.has_chunks = has_chunks
+        logprobs = called(where, recompute_logprobs, probe, episodes)
         if float(k3(*logprobs).max()) < 1e-6:  # NaN fails
             return
     raise UsageError(f"{where} and the trainer's pass disagree")
@@ -4053,6 +4056,7 @@ class WarmPool(Pool):
 def release(worker: Worker) -> None:
     # Stopped actors stay in memory.
     vars(worker).clear()
+    torch.cuda.empty_cache()
 
 
 # == ON GPUS ====
@@ -4069,7 +4073,7 @@ def release(worker: Worker) -> None:
 
 def device_of(cfg: Flags) -> str:
     """Returns --device, or by default "cuda" if each rank of the trainer has a GPU."""
-    has_gpus = torch.cuda.device_count() >= cfg.trainers
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
@@ -4080,22 +4084,18 @@ def dtype_of(cfg: Any) -> torch.dtype:
 
 
 def use_gpu(number: int) -> None:
-    """Makes one GPU the current one of this thread, which is where "cuda" is."""
-    torch.cuda.set_device(number % torch.cuda.device_count())
+    """Makes one GPU the current one of this thread."""
+    torch.cuda.set_device(number % (torch.cuda.device_count() or 1))
     free, total = torch.cuda.mem_get_info()
     gpu = torch.cuda.current_device()
     print(f"process {os.getpid()}: {free / 1e9:.0f} of {total / 1e9:.0f} GB free on GPU {gpu}")
 
 
-# -- weights as one block ---
-
-
 def pin(arena: Arena) -> None:
-    """Pins the slots for CUDA."""
     cudart: Any = torch.cuda.cudart()
     address = arena.slots.data_ptr()
     error = int(cudart.cudaHostRegister(address, arena.slots.nbytes, 0))
-    if error:  # perhaps by ulimit -l
+    if error:
         print(f"the arena is not pinned (CUDA error {error}), so its copies are slower")
         with suppress(RuntimeError):  # the next kernel reports the error, too
             torch.zeros(1, device="cuda")
@@ -4112,7 +4112,6 @@ class BlockWriter(WeightWriter):
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
-        # These copies become views of the block.
         copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
         super().__init__(copies, num_readers)
         if self.block.is_cuda:
@@ -4406,7 +4405,6 @@ class RewardModel:
         return 4 * (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        """Runs one epoch."""
         # Two rows for each pair, the chosen one first.
         rows = list(chain(*pairs))
         longest = max([len(e.ids) for e in rows], default=1)
@@ -4562,7 +4560,6 @@ class Outlet(Actor):
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
         """Returns the latest version, and its slot unless it is `newest`."""
-        # Map the arena of a new trainer.
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
@@ -4626,10 +4623,8 @@ def this_url() -> str:
 
 def serve_worker(folder: str, url: str) -> None:
     """Runs one Monarch host after another, until a signal. url: without a port."""
-    # SystemExit runs `finally`.
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    # node7.url has the URL.
     note = Path(folder, url.rpartition("/")[-1] + ".url")
     try:
         while True:
@@ -4913,7 +4908,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
         "--device cuda: fewer GPUs than trainers": (
-            cfg.device != "cuda" or torch.cuda.device_count() >= cfg.trainers
+            cfg.device != "cuda" or device_of(replace(cfg, device="")) == "cuda"
         ),
         "--json: a file": os.path.isfile(cfg.json) or not os.path.exists(cfg.json),
         "an output is also an input": inputs.isdisjoint(outputs),
