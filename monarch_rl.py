@@ -4150,9 +4150,6 @@ class BlockReader(WeightReader):
         self.block.copy_(self.arena.slots[slot])
 
 
-# -- logits in chunks ---
-
-
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Returns what Policy.token_logprobs does, with the logits of some tokens at a time.
 
@@ -4373,6 +4370,8 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
         if not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{where}: needs texts as chosen and rejected")
         preferences.append((prompt, texts))
+    if not preferences:
+        raise UsageError(f"{path}: no comparisons")
     return preferences
 
 
@@ -4387,7 +4386,7 @@ class RewardModel:
         for weight in self.network.parameters():
             if weight.ndim == 2 and not cfg.model:
                 weight.data.mul_(2.5)
-        self.policy.model.to("meta")  # frees its weights; only the tokenizer is used
+        self.policy.model.to("meta")  # frees its weights
         self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 1e-3)
         pairs: list[Pair] = []
         for prompt, texts in read_preferences(Path(cfg.preferences)):
@@ -4407,7 +4406,7 @@ class RewardModel:
     def learn(self, pairs: list[Pair]) -> None:
         # Two rows for each pair, the chosen one first.
         rows = list(chain(*pairs))
-        longest = max([len(e.ids) for e in rows], default=1)
+        longest = max(len(e.ids) for e in rows)
         size = 2 * max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
         for start in range(0, len(rows), size):
             chosen, rejected = self.scores(rows[start : start + size]).view(-1, 2).T  # each [pairs]

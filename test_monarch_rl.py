@@ -2544,7 +2544,7 @@ def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
         for num_gpus, num_generators in itertools.product(range(1, 9), range(1, 8)):
             monkeypatch.setattr(torch.cuda, "device_count", Mock(return_value=num_gpus))
             ranks = places(partial(m.load_policy, dtype=None), min(num_trainers, num_gpus))
-            assert max(ranks.values()) == 1  # NCCL: one GPU each
+            assert max(ranks.values()) == 1
             shares = places(load, num_generators)
             assert max(shares.values()) == math.ceil(num_generators / num_gpus)
             if num_trainers + num_generators <= num_gpus:
@@ -2591,7 +2591,7 @@ def test_log_probabilities_in_chunks_are_those_of_whole_logits(
         monkeypatch.setitem(SHAPES, name, (f"{name.capitalize()}Config", SMALL + sizes))
     cfg = {"model": str(model_folder(tmp_path, shape)), "entropy": entropy, "temperature": 0.7}
     learned = learner(**cfg)
-    if shape in SCALED:  # confident
+    if shape in SCALED:
         learned.policy.model.get_output_embeddings().weight.data *= 100
     m.verify(learned.policy)
     assert learned.policy.has_chunks is (shape not in SCALED)
@@ -2608,7 +2608,7 @@ def test_log_probabilities_in_chunks_are_those_of_whole_logits(
 
 
 def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
-    """2,048 tokens of a vocabulary of 49,152: a chunk has 342 of them."""
+    """Of 2,048 tokens a chunk has 342."""
     policy = policy_of()
     policy.model.config.vocab_size = 49152
     policy.model = type(policy.model)(policy.model.config)
@@ -2821,9 +2821,11 @@ def test_lines_of_preferences(tmp_path: Path) -> None:
     first, second = m.read_preferences(path)
     assert first == (m.Prompt(0, (m.user_turn("abc", None),)), ["a", ""])
     assert second == (m.Prompt(0, (m.Turn(tuple(messages), None),)), ["b", "c"])
-    path.write_text(json.dumps(one | {"rejected": None}))
-    with pytest.raises(m.UsageError, match=r"p\.jsonl, line 1: "):
-        m.read_preferences(path)
+    wrong = json.dumps(one | {"rejected": None})
+    for text, told in ((wrong, ", line 1: needs"), ("\n", ": no comparisons")):
+        path.write_text(text)
+        with pytest.raises(m.UsageError, match=r"p\.jsonl" + told):
+            m.read_preferences(path)
 
 
 def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
