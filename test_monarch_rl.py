@@ -2608,7 +2608,7 @@ def test_log_probabilities_in_chunks_are_those_of_whole_logits(
 
 
 def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
-    """Of 2,048 tokens a chunk has 342."""
+    """A chunk: 342 tokens."""
     policy = policy_of()
     policy.model.config.vocab_size = 49152
     policy.model = type(policy.model)(policy.model.config)
