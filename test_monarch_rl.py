@@ -762,7 +762,7 @@ def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> 
     assert float(m.k3(recorded, recomputed).mean()) > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["finite", "lm_head", "more", "[0-9]", "drops", "disagree"])
+@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
@@ -771,14 +771,12 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     tokenizer.add_tokens("<image>", special_tokens=True)
     model = load(folder)
     state = None
-    if fault == "finite":
+    if fault == "nan":
         model.get_input_embeddings().weight.data[3, 0] = math.nan
     if fault == "lm_head":  # lacks it
         state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     if fault == "more":
         model.model.more = torch.nn.Linear(2, 2)
-    if fault == "[0-9]":
-        tokenizer.add_tokens(["0", "9"])  # without an embedding
     if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
     model.save_pretrained(folder, state_dict=state)
@@ -1367,9 +1365,7 @@ def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
     assert not trained_on & held_out
 
 
-def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) -> None:
     async def interrupt() -> Any:
         run = run_of(replace(SMALL_RUN, generators=1), FakeServices())
         run.log = open(tmp_path / "log", "w", buffering=1)
@@ -1392,10 +1388,6 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(
     (line,) = (tmp_path / "log").read_text().splitlines()
     row = run.progress.rows[0]
     assert json.loads(line, parse_constant=pytest.fail) == row | {"k3": None}
-    run.log = open("/dev/full", "w", buffering=1)
-    run.write_log(row)
-    run.write_log(row)
-    assert capsys.readouterr().out.count("No space left on device") == 1
 
 
 def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> None:
@@ -1404,25 +1396,22 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 
     class Refusing(FakeServices):
         async def request(self, method: Any, *args: Any) -> Any:
-            if callable(method):
-                return method(SimpleNamespace(policy=policy), *args)
-            if method == "rollout" and "content': 'b'" in str(args):
-                raise ActorError(m.UsageError("the template"))
+            for episode in args[2] if method == "rollout" else ():
+                try:
+                    policy.prompt_ids(episode.prompt, 0)
+                except m.UsageError as error:
+                    raise ActorError(error) from error
             return await super().request(method, *args)
 
     for texts in ("abcb", "bb"):
         run = run_of(CFG, Refusing())
         prompts = [m.Prompt(i, (m.user_turn(text, ""),)) for i, text in enumerate(texts)]
         groups = asyncio.run(run.sample_and_score(prompts, 2, None))
-        assert (run.num_too_long, sum(run.errors.values())) == (0, 4)  # of two prompts
+        assert (run.num_too_long, sum(run.errors.values())) == (0, 2)  # of two prompts
         assert [group[0].prompt.number for group in groups] == [
             i for i, t in enumerate(texts) if t != "b"
         ]
     assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
-    # Of a group, whose conversations have different replies, only one is refused.
-    group = [m.Prompt(0, (*PROMPT.turns, m.user_turn(text, ""))) for text in "bp"]
-    policy.tokenizer.chat_template = policy.tokenizer.chat_template.replace("[0]", "[-1]")
-    assert [bool(r) for r in m.refusals(SimpleNamespace(policy=policy), group)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -1611,7 +1600,7 @@ def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: P
     assert m.load_python(f"{code}:f")() == 7
     specs = {
         f"{code}:g": "no attribute",
-        f"{code}:none": "not callable: None",
+        f"{code}:none": "none: .*not callable",
         "x:f": "FILE.py:NAME",
         f"{tmp_path}/none.py:f": "no such file",
         f"{tmp_path}/data.csv": "csv: .*to_json",
@@ -1954,7 +1943,6 @@ def test_wrong_usage_is_one_line_and_status_2(words: str, capsys: Any) -> None:
 
 def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -> None:
     for word, wanted in (
-        ("--passes=2", "--epochs"),
         ("--tokens-per-pass", "--tokens-per-micro-batch"),
         ("--learning_rate=1", "--lr"),
         ("--num-generations", "--group-size"),
@@ -2244,15 +2232,16 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
 
 
 def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
-    checkpoints = m.Checkpoints(tmp_path, 1)
+    checkpoints = m.Checkpoints(tmp_path)
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
-    for name in others | {"step_99999999.pt"}:
+    for name in others | {"step_7.pt", "step_99999999.pt"}:
         (tmp_path / name).touch()
     trainer = saved_run().trainer
     run: Any = SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
     asyncio.run(checkpoints.save(run))
-    assert [path.name for path in checkpoints.paths()] == ["step_100000000.pt"]
-    assert {path.name for path in tmp_path.iterdir()} == others | {"step_100000000.pt"}
+    kept = ["step_100000000.pt", "step_99999999.pt"]
+    assert [path.name for path in checkpoints.paths()] == kept
+    assert {path.name for path in tmp_path.iterdir()} == others | {*kept}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
@@ -2497,15 +2486,12 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
         m.UserLearner(policy, cfg, critic=m.Critic(policy, cfg))
         for policy in (policy_of(), policy_of())
     ]
-    for _ in range(m.CRITIC_ALONE - 1):
-        trained.step(episodes_of(trained))
+    trained.step(episodes_of(trained))
     m.write_checkpoint(trainer_of(trained, 1), str(tmp_path / "step_1.pt"), {})
     m.restore(trainer_of(fresh, 1), str(tmp_path / "step_1.pt"))
-    for number in range(3):  # by its weights and moments, and how often it has been called
+    for number in range(3):  # by its weights and moments
         episodes = single(trained.policy, 8, number)
-        found = trained.critic(episodes)
-        assert fresh.critic(episodes) == found
-        assert any(map(any, found)) is (number > 0)
+        assert fresh.critic(episodes) == trained.critic(episodes)
 
 
 def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
@@ -2576,6 +2562,38 @@ def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: 
         assert reader.pull() == version
         wanted = [(3 ** (version - 1) * before[name]).bfloat16() for name in mine]
         assert all(map(torch.equal, theirs.values(), wanted))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "mixtral"])
+def test_a_graph_decodes_what_a_decoder_does(
+    tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setitem(SHAPES, "mixtral", ("MixtralConfig", SMALL + "num_local_experts=4"))
+    policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
+    prompts = letters(5)
+    prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), prompts[4].turns[1]))
+    requests = [(prompts, 0), (prompts, 0), (prompts[3:], 1), (prompts, None)]
+    wanted = [sampled(policy, some, 3, seed) for some, seed in requests]
+    # Without a GPU, a replay is a pass.
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **how: contextlib.nullcontext())
+    begin = m.GraphDecoder.begin
+    graphs = []
+
+    def begun(decoder: Any, prefilled: Any) -> Any:
+        decoder.graph.replay = lambda: decoder.recorded.copy_(decoder._pass())
+        graphs.append(decoder)
+        return begin(decoder, prefilled)
+
+    monkeypatch.setattr(m.GraphDecoder, "begin", begun)
+    policy.has_graphs = True
+    found = [sampled(policy, some, 3, seed) for some, seed in requests]
+    is_hybrid = shape in ("qwen3_next", "lfm2")
+    assert capsys.readouterr().out.count("without a CUDA graph") == is_hybrid
+    assert len(set(graphs)) == (not is_hybrid)  # all turns and rollouts share one
+    for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
+        assert one.ids == other.ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 SCALED = {"cohere": "", "granite": "logits_scaling=3"}
@@ -2733,21 +2751,20 @@ def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
     return episodes
 
 
-def test_gae_by_hand() -> None:
+def test_gains_by_hand() -> None:
     """The table of the section, with tokens between the turns that were not sampled."""
     episode = m.Episode(PROMPT, ids=[3] * 6, turn_of=[0, 1, 1, 0, 0, 2], rewards=[0.0, 0.9])
-    found = m.gae(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
-    assert found == pytest.approx([0.0, 0.46, 0.36, 0.0, 0.0, 0.2])
+    found = m.gains(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
+    assert found == pytest.approx([0.0, 0.5, 0.4, 0.0, 0.0, 0.2])
 
 
-def test_a_learner_steps_once_its_critic_is_of_use() -> None:
+def test_a_critic_gives_each_sampled_token_a_normalized_advantage() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
     learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
     before = parameters(learner)
-    for number in range(m.CRITIC_ALONE + 1):
-        learner.step(single(policy, 16, number))
-        assert torch.equal(parameters(learner), before) is (number < m.CRITIC_ALONE)
+    learner.step(single(policy, 16, 0))
+    assert not torch.equal(parameters(learner), before)
     episodes = single(policy, 16, 99)
     rows = critic(episodes)
     gains = torch.tensor([value for row in rows for value in row if value])
@@ -2760,7 +2777,7 @@ def explained(critic: Any, episodes: list[m.Episode]) -> float:
     """1 - variance of the advantages / variance of the targets."""
     with torch.no_grad():
         values = critic.values(m.padded([e.ids for e in episodes], critic.network.device))
-    gains = torch.cat([torch.tensor(m.gae(e, v)) for e, v in zip(episodes, values.tolist())])
+    gains = torch.cat([torch.tensor(m.gains(e, v)) for e, v in zip(episodes, values.tolist())])
     targets = gains + torch.cat([v[: len(e.ids)] for e, v in zip(episodes, values)])
     is_sampled = torch.tensor([turn > 0 for e in episodes for turn in e.turn_of])
     return 1 - float(gains[is_sampled].var() / targets[is_sampled].var())
@@ -2843,7 +2860,7 @@ def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
     with torch.no_grad():
         model.network.score.weight.zero_()
         model.network.score.bias.fill_(0.5)
-    assert model(asked("a", "abcdefgh")) == [[2.0], [2.0]]
+    assert model(asked("a", "abcdefgh")) == [[0.5], [0.5]]
 
 
 def test_a_conversation_that_is_over_stays_however_long() -> None:
