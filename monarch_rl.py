@@ -379,7 +379,7 @@ async def demo_rdma_transfer(report: Report) -> None:
     # Pulls 32 MiB while the owner cannot run Python.
     mine.zero_()
     busy = ensure_future(owner.compute.call_one())
-    await sleep(0.2)  # now the owner is inside of `sum`
+    await sleep(0.2)  # now the owner is inside `sum`
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
     report.check("s that `compute` outlasted the pull", await busy - pulled_s, ">", 0)
@@ -430,22 +430,22 @@ async def demo_controllers(report: Report) -> None:
 
 
 # == 5. SUPERVISION ====
-# Problem. Processes raise, crash, hang, or loop for ever, and their callers wait. But a worker that
+# Problem. Processes raise, crash, hang, or loop forever, and their callers wait. But a worker that
 #   has been silent for ten minutes may just be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
 #   process, kills and replaces it (section 6). A slow worker still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
-#   the process crashes  waits, then an error  a pidfd (until_dead), in milliseconds
+#   the process crashes  waits, then an error  its end (until_dead), in milliseconds
 #   it hangs (stopped)   waits, then an error  an unanswered ping, after `unresponsive_s`
 #   an infinite loop     waits                 nothing: it needs a deadline (Part II: rewards)
 #
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Read on. `until_dead` and `until_unresponsive` detect. Monarch's own `__supervise__`, of the actor
-# that spawned a failed one, polls, so it takes seconds.
+# `until_dead` and `until_unresponsive` detect. Monarch also tells the actor that
+# spawned a failed one, by `__supervise__`, but polls: it takes seconds.
 
 
 class Worker(Actor):
@@ -475,7 +475,7 @@ class Worker(Actor):
         )
 
     def setup(self, *args: Any) -> Any:
-        """Performs initialization that is slow or can fail. `__init__` must be fast and safe."""
+        """Does what is slow or can fail: until `__init__` returns, no ping is answered."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -514,7 +514,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # In halves: after a Ctrl-Z the first expires at once, and the second reads the answer.
+            # In halves: a pause by Ctrl-Z uses up the first, and the second reads the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -624,7 +624,7 @@ async def demo_supervision(report: Report) -> None:
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run several times, so it must be harmless to repeat.
-# Read on. `Service.request` and `_ask` are the idea, `_supervise` and `_live` replace what is lost.
+# The core is `Service.request` and `_ask`; `_supervise` and `_live` replace what is lost.
 #
 #   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
 #   await service.begin()                                      # all four are ready
@@ -654,7 +654,7 @@ class Replica:
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Inside this context, a crash or a hang loses the replica."""
+        """Inside this context, a crash or hang marks it as lost."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
@@ -682,7 +682,7 @@ class Service:
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # those that are ready
     failures: list[Replica] = field(default_factory=list)  # those that were lost
-    error: Exception | None = None  # set when no replica is started any more
+    error: Exception | None = None  # set once no more replicas are started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
     async def begin(self) -> None:
@@ -694,7 +694,7 @@ class Service:
         return [replica for replica in self.replicas.values() if not replica.lost.done()]
 
     async def until_ready(self, num_replicas: int) -> None:
-        """Waits until so many replicas are ready. Raises self.error."""
+        """Waits until num_replicas are ready. Raises self.error."""
         while len(self.ready()) < num_replicas and not self.error:
             await sleep(0.005)
             for supervisor in self.supervisors:
@@ -725,7 +725,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # The answer or the loss, whichever comes first; of both, the loss counts.
+            # Waits for the answer or the loss. If both are there, the loss counts.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -767,7 +767,7 @@ class Service:
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])  # unlike `await`, never cancels it
+                await wait([replica.lost])  # a cancelled `await` marks it done
             if not self.replaces:
                 self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
@@ -804,7 +804,7 @@ class Processes:
 
 
 class Pool:
-    """Starts and ends the processes of replicas. Part II reuses some for later replicas."""
+    """Starts and ends the processes of replicas. Part II reuses some, and sets the fields."""
 
     bootstrap: Callable[[], None] | None = None  # runs first in each process
     command: Any = None  # that starts a process; by default Monarch's own
@@ -865,7 +865,7 @@ async def demo_service(report: Report) -> None:
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
 #   reader leases the latest slot, and reads it until it leases another.
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
-# Read on. `Arena.lease` and `Arena.free_slot` are the idea; the rest is memory layout.
+# The core is `Arena.lease` and `Arena.free_slot`; the rest is memory layout.
 #
 # A slot is CPU staging, a copy in host memory: the trainer need not know who reads, or when. Left,
 # a broadcast begins when all members have called it, so the trainer waits for the last rollout.
@@ -896,8 +896,8 @@ async def demo_service(report: Report) -> None:
 #
 # Why no read is torn. The header changes under a lock. The slot that is written is neither the
 # latest nor leased, and only the latest can be newly leased; so nobody reads it before `commit`. A
-# reader keeps its lease until its next one, so nobody writes what it reads. Without leases, the
-# second publish after a pull would.
+# reader keeps its lease until its next one, so nobody writes what it reads. Without one,
+# two publishes after a pull overwrite it.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
 # overwrites its lease.
@@ -942,7 +942,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call. At first version -1."""
+        """Leases the latest (version, slot) until the next call. At first (-1, last)."""
         with self.locked():
             version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -978,7 +978,7 @@ class WeightWriter:
         self.block = move_into_block(tensors, self.handle.layout, self.arena.slots[0])
 
     def publish(self, version: int) -> None:
-        """Begins to copy in a thread. Nobody may change the tensors until `wait` has returned."""
+        """Begins to copy in a thread. Call `wait` before the optimizer changes the tensors."""
         self.wait()
         self.copying = self.thread.submit(self._copy, version)
 
@@ -1166,8 +1166,8 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
     await service.begin()
     publish_ratio = measure_publish(writer)
-    # All replicas read at once; a request would go to one of them. After two publishes the writer
-    # has used the slot again, the lowest free one, unless it is leased.
+    # All replicas read at once; a request would go to one of them. Without leases, free slots
+    # alternate, 0 1 0 1, so the second publish overwrites the slot.
     args = ("read", 32 // num_readers, 2, keeps_lease)
     replicas = service.replicas.values()
     reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
@@ -1349,7 +1349,7 @@ async def demo_reshard(report: Report) -> None:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Three numbers per token: id, turn and log-probability.
-# Read on. `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
+# `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 # -- 9a. Tasks and prompts ---
 
@@ -1476,8 +1476,8 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        # A later turn begins with <e>, the end of the previous response: <e> <u> u u u <e> <a>. If
-        # it was sampled, it is there already; to a truncated response it is appended.
+        # A later turn begins with the <e> of the previous response: <e> <u> u u u <e> <a>. A
+        # truncated response needs it, whatever its last token; another has sampled it.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1553,7 +1553,7 @@ class Policy:
         return self.tokenize(text.removeprefix(before))
 
     def render_turn(self, turns: tuple[Turn, ...]) -> tuple[str, str]:
-        """Returns the text up to the last response, without its end, and the whole text.
+        """Returns the text up to the last response, which has no end yet, and the whole text.
 
         Turns "abc" and "def": "<user>abc<end><assistant>response", and the same followed by
         "<end><user>def<end><assistant>".
@@ -1796,10 +1796,11 @@ def num_asked_again(episodes: list[Episode]) -> int:
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
-    # In fp32 both agree up to rounding, 1e-14; in bfloat16 the error is 1e-5.
+    # k3 is about d * d / 2: in fp32, from rounding, 1e-14; in bfloat16 1e-5.
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
+    # 64 conversations.
     episodes = new_episodes([task.prompt(number) for number in range(16)], 4)
     recorded, recomputed = recompute_logprobs(policy, rollout(policy, episodes, seed=0))
     exact = float(k3(recorded, recomputed).mean())
@@ -1833,7 +1834,7 @@ async def demo_rollout(report: Report) -> None:
 #                if the current policy had drawn them.
 #   a clip       bounds the push: how far one batch can move a token's probability.
 # Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
-# Read on. `advantages` and `ppo` are the idea; `Learner.update` is where they meet.
+# The core is `advantages` and `ppo`; they meet in `Learner.update`.
 #
 # J = sum of p R over responses: probability times reward. As grad log p = grad p / p,
 #
@@ -1847,7 +1848,7 @@ async def demo_rollout(report: Report) -> None:
 # product of its tokens' ratios, would explode with its length. The losses take the ratio of each
 # token alone, which ignores how likely the tokens before it have become.
 #
-# The loss of a batch is the mean over its tokens (DAPO, Yu 2025), without GRPO's KL term (--kl).
+# The loss of a batch is the mean over its tokens (DAPO, Yu 2025). GRPO's KL term: Part II, --kl.
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -1941,7 +1942,7 @@ class StepStats:
     """Statistics of one update. Means are over the sampled tokens of its rows."""
 
     num_tokens: int
-    loss: float  # ppo: near 0, as A of a group adds up to 0, unlike its gradient
+    loss: float  # ppo: near 0, as A of a group adds up to 0; its gradient is not
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before it is cut to 1
@@ -1963,7 +1964,7 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """Makes cfg.epochs updates on these episodes.
 
-        Returns the statistics of the first: only it begins with the published weights.
+        Returns the statistics of the first, which starts from the published weights.
         """
         batches = self.micro_batches(episodes, self.advantages(episodes))
         stats = [self.update(batches) for _ in range(self.cfg.epochs)]
@@ -1979,9 +1980,10 @@ class Learner:
         per_token = []
         for group in groups_of(episodes):
             by_turn = [[0.0] for _ in group]  # by_turn[i][turn]; turn 0: not sampled
-            for turn in range(max(len(episode.rewards) for episode in group)):
-                members = [i for i, episode in enumerate(group) if turn < len(episode.rewards)]
-                to_go = torch.tensor([sum(group[i].rewards[turn:]) for i in members])  # [members]
+            for turn in range(1, 1 + max(len(episode.rewards) for episode in group)):
+                # Those that have this turn.
+                members = [i for i, episode in enumerate(group) if turn <= len(episode.rewards)]
+                to_go = torch.tensor([sum(group[i].rewards[turn - 1 :]) for i in members])
                 gains = advantages(to_go, self.cfg.advantage).tolist()
                 for i, gain in zip(members, gains):
                     by_turn[i].append(gain)
@@ -2042,7 +2044,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If there are none, trains on all, with gradient 0.
+        # If there are none: all, with gradient 0, for the statistics.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
@@ -2238,10 +2240,10 @@ def make_policy(cfg: Config, number: int) -> Policy:
 
 
 def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
-    """Returns a function that calls a method of the task, "score" here, for each episode."""
+    """Returns a function of "score" and groups: task.score(prompt, responses) of each episode."""
     task = LetterTask(cfg.seed)
     return lambda method, groups: [
-        [getattr(task, method)(*conversation) for conversation in group] for group in groups
+        [getattr(task, method)(*pair) for pair in group] for group in groups
     ]
 
 
@@ -2410,7 +2412,7 @@ class Run:
         try:
             episodes = await scatter_gather(
                 prompts,
-                ceil(len(prompts) / size) or 1,
+                max(1, ceil(len(prompts) / size)),
                 lambda some: self.request_rollout(new_episodes(some, group_size), seed),
             )
             sampled = groups_of(episodes)
@@ -2425,7 +2427,7 @@ class Run:
         for members, rewards in zip(sampled, scores, strict=True):
             scored = []
             for episode, reward in zip(members, rewards):
-                if isinstance(reward, str):  # the reason why there is none
+                if isinstance(reward, str):  # Part II: why there is none
                     self.note_error(reward)
                 else:
                     episode.rewards = reward
@@ -2574,7 +2576,6 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
 
 
 async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
-    """Consumes batches. Ends after num_steps."""
     for _ in range(num_steps):
         batch = await buffer.take()
         # The trainer updates, and begins to publish. Then the batch is no longer in flight.
@@ -2738,7 +2739,7 @@ class Flags(Config):
 # == YOUR OWN DATA ====
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
-#   that is killed after a deadline. Episodes without a reward are left out: 0 would blame the
+#   that is killed after a deadline. Episodes without a reward are left out: 0 would punish the
 #   policy.
 # Cost. Two more processes per reward worker, and one more message per group.
 #
@@ -2752,17 +2753,17 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Returns "/data/rewards.py, line 7: KeyError: 'answer'"."""
+    """Names the user's line: "/data/r.py, line 7: KeyError: 'answer'"."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        if not re.search(f"/lib/python|^<frozen|^{THIS_FILE}$", frame.filename):
+        if not re.search(f"/lib/python|^<frozen|^{re.escape(str(THIS_FILE))}$", frame.filename):
             place = f"{frame.filename}, line {frame.lineno}: "
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     return place + text[:300]
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls third-party code. Raises its errors as UsageError."""
+    """Calls third-party code. Raises its errors and exits as UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2776,7 +2777,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # Mismatched weights, too.
+    # `loaded` lists wrong shapes, too.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
@@ -2807,7 +2808,7 @@ class HubPolicy(Policy):
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
-        self.has_chunks = False  # `verify` sets it
+        self.has_chunks = False  # chunked_logprobs: `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: GraphDecoder | None = None
         self._read_template()
@@ -2871,7 +2872,7 @@ class HubPolicy(Policy):
         return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """To record a graph takes as long as ten tokens, so it is kept until it is too small."""
+        """Keeps a GraphDecoder until it is too small: recording takes as long as ten tokens."""
         prefilled = super().decoder(rows)
         if not self.has_graphs:
             return prefilled
@@ -2947,7 +2948,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # The answer "*" would equal an empty response.
+        # final_part("*") is "", as of an empty response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
     except Exception as error:
@@ -3050,7 +3051,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns one task. The tiny policy knows letters only."""
+    """Returns --task; for the tiny policy, letters."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3060,7 +3061,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
     if reward not in ("", "model"):
         scorer = load_python(reward)
         where = f"--reward {reward}: not (prompt, response, answer)"
-        called(where, called(where, inspect.signature, scorer).bind, 1, 2, 3)
+        called(where, lambda: inspect.signature(scorer).bind(1, 2, 3))
     if name == "repeat":
         return UserTask(WordTask(seed), scorer)
     if name.endswith(".jsonl"):
@@ -3097,14 +3098,14 @@ class UserProcess:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
-                # `kill` needs the pid. 60 s, because imports take long.
+                # `kill` needs the pid. Imports take long.
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # In a variable, the future's traceback would keep this frame, and the process, alive.
+            # No variable: the future's traceback would keep this frame and `self`: no __del__.
             # 2 s more: late coroutines time out by themselves first.
             args = (call_task, self.cfg, method, groups)
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
-            reason = f"no {method} within {limit_s:g} s: {place_of(error)}"
+            reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
         self.kill()
         return [[reason] * len(groups[0])]
 
@@ -3117,9 +3118,9 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks and returns in the child. The parent kills all descendants at exit."""
-    os.setpgid(0, 0)  # outlives the worker
-    # PR_SET_CHILD_SUBREAPER: orphans become its children.
+    """Forks: the child computes; the parent outlives it, and kills what it left."""
+    os.setpgid(0, 0)  # not in the worker's group
+    # PR_SET_CHILD_SUBREAPER: it adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
@@ -3142,7 +3143,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns the results of the first groups, up to one without coroutines, inclusive."""
+    """Returns the results of all groups if they are coroutines, else of the first."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3406,7 +3407,7 @@ def require_finite(trainer: Trainer) -> None:
     norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
     # Attention multiplies four weights: (1e9)^4 < 3.4e38. NaN fails the comparison.
     if not norm < 1e9:
-        raise RunError(f"the weights are not finite after step {trainer.version}: lower --lr")
+        raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
 
 def export(trainer: Trainer, folder: str) -> None:
@@ -3626,7 +3627,7 @@ class UserRun(Run):
         groups = await super().sample_and_score(prompts, *args, **how)
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
         # After an evaluation without a reward, one more such request ends the run.
-        *_, newest = [0.0, *dict(self.progress.heldout).values()]
+        _, newest = [(0, 0.0), *self.progress.heldout][-1]
         if self.num_fruitless >= (2 if newest is None else 20):
             reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
@@ -3751,10 +3752,12 @@ class UserLearner(Learner):
         self.penalty = penalty
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """Retries once with smaller micro-batches if memory runs out."""
+        """Retries once with smaller micro-batches if memory runs out, without other ranks."""
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
+            if self.num_ranks > 1:
+                raise
             half = self.cfg.tokens_per_micro_batch // 2
         # After `except` the tensors of the failed pass are gone.
         print(f"out of memory: going on with --tokens-per-micro-batch {half}")
@@ -3786,8 +3789,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers each layer on all ranks at once, so all have equally many parts. By example,
-        # 2 ranks, lengths 9 8 7 6 5, cut as 9 | 7: rank 0 gets 9 | 7 5, rank 1 gets 8 | 6.
+        # FSDP gathers each layer on all ranks at once, so all have equally many parts: as many as
+        # the longest rows need. Lengths 9 8 7 6 5: cut 9 | 7, so rank 0: 9 | 7 5, 1: 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3850,11 +3853,11 @@ def verify(policy: HubPolicy) -> None:
     """Raises UsageError if rollout and trainer's pass disagree, in fp32. Sets has_chunks."""
     probe = copy.copy(policy)
     probe.max_new_tokens = 4
-    probe.temperature = 4.0  # a confident model would hide capped logits
+    probe.temperature = 4.0  # near probability 1 errors vanish
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
-    # Models that scale or cap their logits would do so to log-probabilities: no chunks.
+    # chunked_logprobs is wrong for models that scale or cap their logits.
     for has_chunks in (policy.model.get_output_embeddings() is not None, False):
         policy.has_chunks = probe.has_chunks = has_chunks
         logprobs = called(where, recompute_logprobs, probe, episodes)
@@ -3963,10 +3966,10 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
     flags = saved | given
-    # These may not change once steps are saved.
-    for name in dict(given.items() - saved.items()).keys() & {"model", "task", "reward"}:
-        if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
-            raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
+    if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
+        for name, _ in given.items() - saved.items():
+            if name in ("model", "task", "reward"):
+                raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
     # Saved, not given, and not a default.
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name}={value}" for name, value in sorted(inherited)])
@@ -3984,9 +3987,9 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # Cost. Memory of idle processes.
 
 
-# Monarch asks for this signal after its imports: too late if its parent has died by then.
+# PR_SET_PDEATHSIG: killed with its parent. Monarch asks for it after its imports: too late.
 START = """import ctypes, os, runpy, signal
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with its parent
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in an import: no traceback
 if os.getppid() == {}:
     runpy.run_module("monarch._src.actor.bootstrap_main", None, "__main__", True)"""
@@ -4011,7 +4014,7 @@ class WarmPool(Pool):
         self.command.args = ["-c", START.format(os.getpid())]
 
     async def start(self, num_ranks: int) -> Processes:
-        # A death is detected later.
+        # A dead one fails in `setup`.
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4164,6 +4167,7 @@ class GraphDecoder(Decoder):
             fixed.cumulative_length.fill_(width)
         self.mask[:num_rows] = 1
         self.mask[:num_rows, :width] = prefilled.mask
+        self.positions.zero_()
         self.positions[:num_rows] = prefilled.mask.sum(1, keepdim=True) - 1
         self.logits = prefilled.logits
         self.rows = torch.arange(num_rows, device=self.mask.device)
@@ -4253,8 +4257,7 @@ def gains(episode: Episode, values: list[float]) -> list[float]:
     """Returns the advantage of each sampled token, 0 for others. values: V before each."""
     gains = []
     for turn, value in zip(episode.turn_of, values):
-        later_rewards = sum(episode.rewards[turn - 1 :])
-        gains.append(later_rewards - value if turn else 0.0)
+        gains.append(sum(episode.rewards[turn - 1 :]) - value if turn else 0.0)
     return gains
 
 
@@ -4364,8 +4367,8 @@ async def demo_critic(report: Report) -> None:
 #   two responses people prefer, but is right only about responses like the compared ones. If people
 #   want exactly one a, a network that counts each a is right about "bab" and "bob"; but it rates
 #   "aaaa", which nobody compared, highest, and the policy finds it.
-# Rule. Keep the policy where the reward model is right: its divergence from the first version has a
-#   price (--kl).
+# Rule. Keep the policy where the reward model is right: its divergence from the first version is
+#   penalized (--kl).
 # Cost. A second network, and the policy gains less.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
@@ -4491,7 +4494,7 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
 
 @stage(instead="return torch.zeros_like(logp)")
 async def demo_reward_model(report: Report) -> None:
-    """A policy exploits a learned reward. A KL penalty prevents it."""
+    """A policy exploits a learned reward. A KL penalty prevents this."""
     file = str(report.folder / "preferences")
     flags = Flags(seed=report.cfg.seed, steps=60, prompts_per_step=8, preferences=file)
     cfg: Any = replace(demo_config(flags), group_size=16)
@@ -4505,10 +4508,9 @@ async def demo_reward_model(report: Report) -> None:
     service = Service(Worker, 2, report.pool)
     await service.begin()
     kinds = (cfg, replace(cfg, kl=0.4))
-    nothing, price = rows = await gather(
-        *[service.request(train_on_taste, kind, policy, task) for kind in kinds]
-    )
+    rows = await gather(*[service.request(train_on_taste, kind, policy, task) for kind in kinds])
     report.table(rows)
+    nothing, price = rows
     fall = nothing["liked, best"] - nothing["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
     report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
@@ -4517,7 +4519,7 @@ async def demo_reward_model(report: Report) -> None:
 
 # == 16. HOSTS ====
 # Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*,
-#   which answers pings. The *relay* is a thread of one generator.
+#   which answers pings. The *relay*, a thread of one generator, asks the *outlet*.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and after a failed command its processes on other hosts run on.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
@@ -4641,7 +4643,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # A free port: Monarch cannot attach to a lost host's port again.
+    # A free port here: Monarch cannot attach to a lost host's again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4654,10 +4656,13 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
         os.utime(pinged, (0, time.time() + 300))
         host = start_python(program, **{HOST_FOLDER: folder, "TMPDIR": folder})
         write_durably(note, url)
-        # To end the host, an agent removes the file.
         while host.poll() is None:
             time.sleep(0.1)
-            if not pinged.exists() or time.time() - pinged.stat().st_mtime > SILENCE_S:
+            try:
+                silent_s = time.time() - pinged.stat().st_mtime
+            except FileNotFoundError:  # removed by an agent
+                silent_s = math.inf
+            if silent_s > SILENCE_S:
                 host.kill()
 
 
@@ -4669,7 +4674,7 @@ def urls_in(folder: Path) -> list[str]:
 
 
 class HostAgent(Actor):
-    """Shows run_host that the command lives."""
+    """Tells run_host that the command is alive."""
 
     @concurrent_endpoint
     async def ping(self) -> int:
@@ -4715,7 +4720,7 @@ class HostPool(Pool):
         while True:
             urls = {*urls_in(self.folder)} - self.silent
             for url in urls:
-                has_room = self.started[url] * len(urls) < self.num_processes
+                has_room = self.started[url] < self.num_processes / len(urls)
                 if has_room and not self.lost[url].done():
                     self.started[url] += 1
                     return await self._start_on(url)
@@ -4903,7 +4908,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--trainers: 1 with a critic": cfg.trainers == 1 or cfg.advantage != "critic",
         "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
-        "--preferences and --reward model: both or neither": (is_learned == bool(cfg.preferences)),
+        "--preferences and --reward model: both or neither": is_learned == bool(cfg.preferences),
         "--model: needs --train, --evaluate or --export": (
             cfg.train or cfg.evaluate or cfg.export or not cfg.model
         ),

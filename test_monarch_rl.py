@@ -138,7 +138,7 @@ def until(holds: Any, seconds: float = 60.0) -> Any:
     return found
 
 
-# == weight sync ===================================================================================
+# == weight sync ====
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
@@ -308,7 +308,7 @@ def test_no_read_is_torn_though_readers_are_killed_and_stopped(tmp_path: Path) -
     assert attack(tmp_path, tmp_path, 50_000, 20)[1] > 0
 
 
-# == reshard =======================================================================================
+# == reshard ====
 
 
 def random_layouts(num: int) -> Iterator[tuple[Any, Any, Any]]:
@@ -355,7 +355,7 @@ def test_each_element_is_written_once() -> None:
     assert {written(*layout) for layout in random_layouts(400)} == {1.0}
 
 
-# == losses and the learner ========================================================================
+# == losses and the learner ====
 
 
 def test_advantages_have_their_closed_forms() -> None:
@@ -681,7 +681,7 @@ def test_an_update_that_is_not_finite_is_left_out(monkeypatch: Any) -> None:
     assert not torch.equal(parameters(one), before)
 
 
-# == rollout =======================================================================================
+# == rollout ====
 
 SMALL = "hidden_size=32 intermediate_size=64 num_hidden_layers=2 num_attention_heads=4 "
 SMALL += "num_key_value_heads=2 head_dim=8 max_position_embeddings=128 "
@@ -800,7 +800,7 @@ def test_both_programs_compute_the_same_in_bfloat16() -> None:
     assert not torch.equal(generator.token_logprobs(batch.ids, batch.is_sampled)[0], seen[0])
 
 
-# == prompts =======================================================================================
+# == prompts ====
 
 ASKS = "{% if add_generation_prompt %}<user>assistant\n{% endif %}"
 SYSTEM = "{% if messages[0].role != 'system' %}<user>system\nBe kind.<end>{% endif %}"
@@ -992,7 +992,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> N
         policy.prompt_ids(m.Prompt(0, (m.Turn(tool, ""),)), 0)
 
 
-# == services ======================================================================================
+# == services ====
 
 
 class FakeWorker:
@@ -1240,7 +1240,7 @@ def test_a_process_that_has_just_died_is_noticed() -> None:
     assert asyncio.run(asyncio.wait_for(m.until_dead(process.pid), 5)) == "has died"
 
 
-# == the loops =====================================================================================
+# == the loops ====
 
 
 SMALL_RUN = replace(CFG, prompts_per_step=4, generators=3, group_size=2)
@@ -1489,7 +1489,7 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
     assert run.progress.heldout == [(3, 0.5), (3, None)]
 
 
-# == data and rewards of one's own =================================================================
+# == data and rewards of one's own ====
 
 
 THINKS = "<think>Rome?</think>\n\nParis"
@@ -1921,7 +1921,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     worker.end(10)
 
 
-# == commands ======================================================================================
+# == commands ====
 
 WRONG = (
     "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps x|--steps|more|--lr -1"
@@ -2098,12 +2098,9 @@ def each_fails(folder: Path, *stages: str) -> None:
 TRAINING = ("sync_rl", "async_rl", "recovery", "critic", "reward_model")
 
 
-def test_command_stages_that_train_fail_without_their_mechanisms(tmp_path: Path) -> None:
-    each_fails(tmp_path, *TRAINING)
-
-
-def test_command_the_other_stages_fail_without_their_mechanisms(tmp_path: Path) -> None:
-    each_fails(tmp_path, *[stage for stage in m.STAGES if stage not in TRAINING])
+@pytest.mark.parametrize("trains", [True, False])
+def test_command_stages_fail_without_their_mechanisms(tmp_path: Path, trains: bool) -> None:
+    each_fails(tmp_path, *[stage for stage in m.STAGES if (stage in TRAINING) == trains])
 
 
 REWARD = """
@@ -2186,7 +2183,7 @@ def test_a_signal_at_the_end_counts_though_the_terminal_is_closed(
     assert json.loads((tmp_path / "json").read_text()) == {"stages": [], "train": {}}
 
 
-# == recovery ======================================================================================
+# == recovery ====
 
 
 def trainer_of(learned: Any, version: int = 0) -> Any:
@@ -2249,7 +2246,7 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: floa
     trainer = trainer_of(learner(), 3)
     trainer.learner.weights[-1].data[0] = value
     for write in (partial(m.write_checkpoint, progress={}), m.export):
-        with pytest.raises(m.RunError, match="not finite after step 3: lower --lr"):
+        with pytest.raises(m.RunError, match="diverged after step 3: lower --lr"):
             write(trainer, str(tmp_path / "new"))
     assert list(tmp_path.iterdir()) == []
 
@@ -2420,6 +2417,14 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
     assert have_same_weights(tmp_path / "whole_model", tmp_path / "cut_model")
 
 
+def test_command_killed_while_its_workers_start_leaves_none(tmp_path: Path) -> None:
+    command = Command(tmp_path, "--train --eval-prompts 8")
+    until(lambda: command.children() or command.process.poll())
+    time.sleep(0.1)  # they import
+    command.process.kill()
+    command.end()
+
+
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")
     data_file(tmp_path)
@@ -2506,7 +2511,7 @@ def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any
         assert scored == {True: ["task"], False: [by]}
 
 
-# == on GPUs =======================================================================================
+# == on GPUs ====
 
 
 def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
@@ -2564,11 +2569,10 @@ def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: 
         assert all(map(torch.equal, theirs.values(), wanted))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "mixtral"])
+@pytest.mark.parametrize("shape", list(SHAPES))
 def test_a_graph_decodes_what_a_decoder_does(
     tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setitem(SHAPES, "mixtral", ("MixtralConfig", SMALL + "num_local_experts=4"))
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
     prompts = letters(5)
     prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), prompts[4].turns[1]))
@@ -2582,15 +2586,16 @@ def test_a_graph_decodes_what_a_decoder_does(
 
     def begun(decoder: Any, prefilled: Any) -> Any:
         decoder.graph.replay = lambda: decoder.recorded.copy_(decoder._pass())
-        graphs.append(decoder)
-        return begin(decoder, prefilled)
+        graphs.append(begin(decoder, prefilled))
+        assert not decoder.positions[len(prefilled.mask) :].any()
+        return decoder
 
     monkeypatch.setattr(m.GraphDecoder, "begin", begun)
     policy.has_graphs = True
     found = [sampled(policy, some, 3, seed) for some, seed in requests]
     is_hybrid = shape in ("qwen3_next", "lfm2")
     assert capsys.readouterr().out.count("without a CUDA graph") == is_hybrid
-    assert len(set(graphs)) == (not is_hybrid)  # all turns and rollouts share one
+    assert len(set(graphs)) == (not is_hybrid)  # one for all
     for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
         assert one.ids == other.ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -2638,7 +2643,7 @@ def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
     assert sizes == [342] * 5 + [338] + [338] + [342] * 5  # forward, and again backward
 
 
-# == hosts =========================================================================================
+# == hosts ====
 
 
 @contextlib.contextmanager
@@ -2739,7 +2744,7 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
         assert ["tcp://, not tls://" in output for output in found] == [False, True, False]
 
 
-# == critic ========================================================================================
+# == critic ====
 
 
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
@@ -2761,10 +2766,7 @@ def test_gains_by_hand() -> None:
 def test_a_critic_gives_each_sampled_token_a_normalized_advantage() -> None:
     policy = policy_of()
     critic = m.Critic(policy, CFG)
-    learner = m.UserLearner(policy, replace(CFG, group_size=1), critic=critic)
-    before = parameters(learner)
-    learner.step(single(policy, 16, 0))
-    assert not torch.equal(parameters(learner), before)
+    critic(single(policy, 16, 0))
     episodes = single(policy, 16, 99)
     rows = critic(episodes)
     gains = torch.tensor([value for row in rows for value in row if value])
@@ -2809,7 +2811,7 @@ def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     assert {p.dtype for p in network.parameters()} == {torch.float32}
 
 
-# == reward model ==================================================================================
+# == reward model ====
 
 
 def preferences(path: Path, num_lines: int) -> str:
