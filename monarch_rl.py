@@ -2808,6 +2808,8 @@ class HubPolicy(Policy):
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
+        if self.max_new_tokens >= self.context:
+            raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         self.has_chunks = False  # chunked_logprobs: `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: GraphDecoder | None = None
@@ -3098,9 +3100,8 @@ class UserProcess:
                 # A forked child would inherit locks of this worker's threads.
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
-                # `kill` needs the pid. Imports take long.
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # No variable: the future's traceback would keep this frame and `self`: no __del__.
+            # No variable: the future's traceback would keep `self`, so no __del__.
             # 2 s more: late coroutines time out by themselves first.
             args = (call_task, self.cfg, method, groups)
             return self.executor.submit(*args).result(limit_s + 2)
@@ -3443,7 +3444,6 @@ def write_durably(path: Path, content: Record | str) -> None:
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
-    # Makes the rename durable.
     folder = os.open(path.parent, os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
@@ -4275,7 +4275,6 @@ class Critic:
         size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
-        # [B, T]
         advantage = padded([gains(e, row) for e, row in zip(episodes, values.tolist())], device)
         # V + advantage: the later rewards.
         self.learn(ids, is_sampled, values + advantage, size)
@@ -4989,7 +4988,6 @@ async def run_command(cfg: Flags) -> int:
 
 def set_environment() -> None:
     environ.update(ENVIRONMENT | environ)
-    # Workers import this file.
     path = environ.get("PYTHONPATH", "")
     environ["PYTHONPATH"] = f"{THIS_FILE.parent}:{path}".rstrip(":")
     environ["TMPDIR"] = tempfile.gettempdir()  # one that exists
