@@ -2777,7 +2777,6 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    # `loaded` lists wrong shapes, too.
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
@@ -2810,7 +2809,7 @@ class HubPolicy(Policy):
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        self.has_chunks = False  # chunked_logprobs: `verify` decides
+        self.has_chunks = False  # `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: GraphDecoder | None = None
         self._read_template()
@@ -4659,7 +4658,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
             time.sleep(0.1)
             try:
                 silent_s = time.time() - pinged.stat().st_mtime
-            except FileNotFoundError:  # removed by an agent
+            except FileNotFoundError:  # an agent ends it
                 silent_s = math.inf
             if silent_s > SILENCE_S:
                 host.kill()
@@ -4806,8 +4805,10 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-# The names in TRL and Hugging Face.
+# Names of older versions and of TRL.
 RENAMED = """
+    --passes --epochs
+    --tokens-per-pass --tokens-per-micro-batch
     --learning-rate --lr
     --num-generations --group-size
     --max-completion-length --max-new-tokens
