@@ -1429,7 +1429,7 @@ class LetterTask(Task):
 
 @dataclass
 class RetryTask(Task):
-    """An environment, which asks again for missing letters. Not graded here.
+    """An environment, which asks again for missing letters.
 
     By example: asked "abc", a policy says "ad"; then asked "bc", it says "cb". It is over.
     """
@@ -2811,7 +2811,7 @@ class HubPolicy(Policy):
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
         self.has_chunks = False  # `verify` decides
         self.has_graphs = self.device.type == "cuda"
-        self.graph: GraphDecoder | None = None
+        self.graph: Any = None
         self._read_template()
 
     def _read_template(self) -> None:
@@ -2878,13 +2878,15 @@ class HubPolicy(Policy):
         if not self.has_graphs:
             return prefilled
         num_rows, width = prefilled.mask.shape
-        length = ceil((width + self.max_new_tokens) / 256) * 256
+        wanted = (num_rows, ceil((width + self.max_new_tokens) / 256) * 256)
+        kept = self.graph.mask.shape if self.graph else (0, 0)
+        shape = tuple(max(pair) for pair in zip(wanted, kept))
         try:
-            graph = self.graph
-            if not graph or len(graph.mask) < num_rows or graph.mask.shape[1] < length:
-                graph = self.graph = GraphDecoder(prefilled, length)
-            return graph.begin(prefilled)
-        except (AttributeError, RuntimeError) as error:  # a layer without keys, a failed recording
+            if shape != kept:
+                self.graph = None  # frees its memory first
+                self.graph = GraphDecoder(prefilled, *shape)
+            return self.graph.begin(prefilled)
+        except Exception as error:  # a layer without keys, a failed recording
             print(f"decoding without a CUDA graph: {error}")
             self.has_graphs = False
             return prefilled
@@ -2910,7 +2912,6 @@ class WordTask(Task):
 
     def prompt(self, number: int) -> Prompt:
         word, other = random.Random(f"{self.seed} {number}").sample(WORDS, 2)
-        # The policy has to remember the rule in the second turn.
         text = f"I will say a word, and you repeat it. Say nothing else. {word}"
         return Prompt(number, (user_turn(text, word), user_turn(other, other)))
 
@@ -3541,7 +3542,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-    # If the last save failed, exit with status 1.
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
@@ -3627,7 +3627,7 @@ class UserRun(Run):
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
         # After an evaluation without a reward, one more such request ends the run.
         _, newest = [(0, 0.0), *self.progress.heldout][-1]
-        if self.num_fruitless >= (2 if newest is None else 20):
+        if self.num_fruitless >= (2 if newest is None and self.held_out else 20):
             reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"{self.num_fruitless} requests in a row brought no reward: {reason}")
         return groups
@@ -4135,36 +4135,40 @@ class GraphDecoder(Decoder):
     A graph has fixed shapes and addresses. So the cache has a fixed length, rows that have ended
     stay in the batch, and new weights lie where the old ones did (BlockReader).
 
-    prefilled: gives the shapes. length: columns of the cache.
+    prefilled: gives the layers. length: columns of the cache.
     """
 
-    def __init__(self, prefilled: Decoder, length: int) -> None:
+    def __init__(self, prefilled: Decoder, num_rows: int, length: int) -> None:
         from transformers.cache_utils import Cache, StaticLayer
 
-        self.policy = prefilled.policy
-        self.mask = prefilled.mask.new_ones(len(prefilled.mask), length)
+        self.policy = weakref.proxy(prefilled.policy)  # which owns this
+        self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
         # Layers with a sliding window get a whole cache, too; the mask has the window.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
-            fixed.lazy_initialization(grown.keys, grown.values)
+            parts = (grown.keys, grown.values)
+            fixed.lazy_initialization(*[part[:1].expand(num_rows, -1, -1, -1) for part in parts])
         self.cache = Cache(layers=layers)
         self._pass()  # libraries allocate memory
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        # The default stream may be another GPU's.
+        how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
 
     def begin(self, prefilled: Decoder) -> Decoder:
         """Takes over the rows of a decoder. Causality hides later columns."""
         num_rows, width = prefilled.mask.shape
+        self.cache.reset()  # a masked NaN would still spoil a sum
         for fixed, grown in zip(self.cache.layers, prefilled.cache.layers):
             # Of a sliding window there are only the last columns.
             columns = slice(width - grown.keys.shape[2], width)
             fixed.keys[:num_rows, :, columns] = grown.keys  # [B, heads, columns, size]
             fixed.values[:num_rows, :, columns] = grown.values
             fixed.cumulative_length.fill_(width)
-        self.mask[:num_rows] = 1
+        self.mask.fill_(1)
         self.mask[:num_rows, :width] = prefilled.mask
         self.positions.zero_()
         self.positions[:num_rows] = prefilled.mask.sum(1, keepdim=True) - 1
@@ -4542,7 +4546,6 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     handle = replace(handle, layout=())  # unused, and large
     try:
         while True:
-            # Until the next call, nobody writes into this slot.
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
             version, weights = lease.get()
             if weights:
@@ -4865,16 +4868,10 @@ def line_with(text: str) -> int:
     return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
 
 
-def title_of(stage: Stage) -> str:
-    place = f"{[*STAGES].index(stage.name) + 1}/{len(STAGES)}"
-    line = line_with(f". {stage.name.replace('_', ' ').upper()} ===")
-    return f"[{place}] {stage.name}: {stage.claim}  (line {line})"
-
-
 async def run_stages(report: Report, cfg: Flags) -> Record:
     """Runs stages. Exceptions are failed checks."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
-        print("\n" + title_of(stage))
+        print(f"\n{[*STAGES].index(stage.name) + 1}. {stage.name}: {stage.claim}")
         result: Record = {"name": stage.name, "checks": [], "rows": []}
         report.stages.append(result)
         try:

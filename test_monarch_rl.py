@@ -41,6 +41,8 @@ from unittest.mock import AsyncMock, MagicMock, Mock
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FOLDER = Path(__file__).resolve().parent
@@ -643,9 +645,8 @@ def test_a_step_without_memory_is_made_in_smaller_parts(monkeypatch: Any, capsys
         found.append(parameters(one))
     assert torch.equal(*found)
     assert capsys.readouterr().out.count("--tokens-per-micro-batch 40\n") == 1
-    one = learner(tokens_per_micro_batch=80, trainers=2)  # the other rank would wait for ever
-    with pytest.raises(torch.OutOfMemoryError):
-        one.step(episodes)
+    with pytest.raises(torch.OutOfMemoryError):  # another rank would wait for ever
+        learner(tokens_per_micro_batch=80, trainers=2).step(episodes)
 
 
 def test_supervised_steps_are_reinforce() -> None:
@@ -1891,7 +1892,7 @@ def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> N
     monkeypatch.setattr(m, "ProcessPoolExecutor", pools)
     one, other = m.UserProcess(CFG)("score", [[(PROMPT, ["a"])]] * 2)
     assert one == other
-    assert "no score within 60 s" in one[0]
+    assert "no score, limit 60 s" in one[0]
 
 
 PARENT = """
@@ -1944,7 +1945,6 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
         ("--tokens-per-pass", "--tokens-per-micro-batch"),
         ("--learning_rate=1", "--lr"),
         ("--num-generations", "--group-size"),
-        ("--max-stalenes", "--help"),
         ("--foo[", "--help"),
     ):
         assert m.main([word, "2"]) == 2
@@ -2537,8 +2537,7 @@ def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
                 assert shares.keys().isdisjoint(ranks) is (hosts is None)
     several = (CFG, m.Flags(), m.Flags(trainers=8), m.Flags(trainers=9))
     assert [m.device_of(cfg) for cfg in several] == ["cpu", "cuda", "cuda", "cpu"]
-    dtypes = [m.dtype_of(m.Flags(device=device)) for device in ("cpu", "cuda")]
-    assert dtypes == [torch.float32, torch.bfloat16]
+    assert m.dtype_of(m.Flags(device="cuda")) == torch.bfloat16
 
 
 def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: Any) -> None:
@@ -2564,33 +2563,43 @@ def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: 
         assert all(map(torch.equal, theirs.values(), wanted))
 
 
+class Tape(TorchDispatchMode):
+    """A stand-in for a CUDA graph: it runs kernels again on the same tensors, and no Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(
+        self, kernel: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = partial(kernel, *args, **(kwargs or {}))
+        self.calls.append((call, call()))
+        return self.calls[-1][1]
+
+    def replay(self) -> None:
+        for call, result in self.calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(call()), strict=True):
+                if old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+
 @pytest.mark.parametrize("shape", list(SHAPES))
-def test_a_graph_decodes_what_a_decoder_does(
-    tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any
-) -> None:
+def test_a_graph_decodes_alike(tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any) -> None:
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    prompts = letters(5)
-    prompts[4] = m.Prompt(4, (m.user_turn("abcdefghij", ""), prompts[4].turns[1]))
-    requests = [(prompts, 0), (prompts, 0), (prompts[3:], 1), (prompts, None)]
+    prompts = [*letters(4), m.Prompt(4, (m.user_turn("abcdefghij", ""), m.user_turn("a", "")))]
+    requests = [(prompts, 0), (prompts, None), *[(prompts[3:], seed) for seed in range(6)]]
     wanted = [sampled(policy, some, 3, seed) for some, seed in requests]
-    # Without a GPU, a replay is a pass.
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **how: contextlib.nullcontext())
-    begin = m.GraphDecoder.begin
-    graphs = []
-
-    def begun(decoder: Any, prefilled: Any) -> Any:
-        decoder.graph.replay = lambda: decoder.recorded.copy_(decoder._pass())
-        graphs.append(begin(decoder, prefilled))
-        assert not decoder.positions[len(prefilled.mask) :].any()
-        return decoder
-
-    monkeypatch.setattr(m.GraphDecoder, "begin", begun)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "Stream", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda tape, **how: tape)
+    monkeypatch.setattr(m, "GraphDecoder", Mock(wraps=m.GraphDecoder))
     policy.has_graphs = True
     found = [sampled(policy, some, 3, seed) for some, seed in requests]
-    is_hybrid = shape in ("qwen3_next", "lfm2")
-    assert capsys.readouterr().out.count("without a CUDA graph") == is_hybrid
-    assert len(set(graphs)) == (not is_hybrid)  # one for all
+    assert capsys.readouterr().out.count("without a CUDA graph") == (
+        shape in ("qwen3_next", "lfm2")
+    )
+    assert m.GraphDecoder.call_count == 1  # all turns and rollouts share it
     for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
         assert one.ids == other.ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
@@ -2889,12 +2898,3 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers
     assert reference.has_chunks and one.policy.has_chunks
     if trainers > 1:
         torch.distributed.destroy_process_group()
-
-
-def test_ruff_finds_nothing() -> None:
-    pytest.importorskip("ruff")
-    ruff = [sys.executable, "-m", "ruff"]
-    config = ["--no-cache", "--config", str(FOLDER / ".ruff.toml"), str(FILE)]
-    for command in (["format", "--check"], ["check"]):
-        found = subprocess.run([*ruff, *command, *config], capture_output=True, text=True)
-        assert found.returncode == 0, found.stdout + found.stderr
