@@ -5,7 +5,7 @@
 # ///
 """monarch_rl: an asynchronous RL system for language models, in a single file.
 
-A generator samples while the trainer learns. Samples are at most K versions of the weights old
+A generator samples while the trainer learns. Samples are at most K weight versions old
 (--max-staleness), no response mixes two versions, and a generator that dies only delays the run:
 
     python monarch_rl.py                      the tour: all stages, 3 minutes on two cores
@@ -40,13 +40,13 @@ Part II adds your own model and data, and stages 13 to 16.
 
 Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
 of one prompt. A *version* numbers the weights: each step makes the next. *Staleness* is the
-trainer's version minus the version that sampled. A *slot* holds the weights of one version; readers
-*lease* it.
+trainer's version minus the version that sampled. An *arena* has *slots*, one version each; readers
+*lease* them.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
 Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trainers over several hosts (torchtitan);
-trackers (a loop over --log). For Linux on x86-64.
+trackers (read the --log file). For Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Config:
     reward_workers: int = 1  # the processes that compute rewards
     max_staleness: int = 2  # K, in versions; 0: synchronous
     loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
-    advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # baseline
+    advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # section 10
     epochs: int = 1  # updates from each batch
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
@@ -202,8 +202,8 @@ class Report:
 # ==== PART I: the system ====
 
 # == 1. HELLO ACTOR ====
-# Problem. Threads read a shared object, pause, and write back a new value. Updates vanish, without
-#   an error, and not every time.
+# Problem. Threads read a shared object, pause, and write back a new value. Updates are sometimes
+#   lost, without an error.
 # Rule. Put the object into an actor: an instance that lives in one process and is reached only by
 #   messages, which it handles one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
@@ -238,8 +238,7 @@ class Accumulator(Actor):
 
     @endpoint
     async def where(self) -> str:
-        device: Any = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        return f"host {socket.gethostname()}, process {os.getpid()}, {device}"
+        return f"host {socket.gethostname()}, process {os.getpid()}"
 
 
 async def lost_by_threads(num_additions: int) -> int:
@@ -273,8 +272,8 @@ async def demo_hello_actor(report: Report) -> None:
     start = time.perf_counter()
     for _ in range(100):
         await total.take.call_one()
-    each_s = (time.perf_counter() - start) / 100
-    report.say(f"a message and its answer: {each_s * 1e6:.0f} us")
+    seconds = time.perf_counter() - start
+    report.say(f"100 messages and their answers: {seconds * 1e3:.0f} ms")
     await procs.stop()
 
 
@@ -309,8 +308,8 @@ async def demo_actor_mesh(report: Report) -> None:
     await members.add.choose()
     report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
 
-    third = members.slice(worker=2)
-    await gather(third.add.call_one(), third.add.call_one())
+    # One member, by its place.
+    await members.slice(worker=2).add.call_one()
     num_changed = sum(total > 0 for total in await totals())
     report.check("members of 4 whose total changed", num_changed, "==", 1)
     await procs.stop()
@@ -456,7 +455,7 @@ class Worker(Actor):
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
-        # Its own process group: kill_group kills its children too; Ctrl-C does not reach it.
+        # A new process group: kill_group also kills the children, and Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint
@@ -468,7 +467,7 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         method = getattr(type(self), what) if isinstance(what, str) else what
-        # Methods may send messages. For them Monarch needs this context, which threads lack.
+        # Calls method(self, *args) in this context: a thread has none, and messages need it.
         in_context: Any = contextvars.copy_context().run
         return await get_running_loop().run_in_executor(
             self.thread, in_context, method, self, *args
@@ -514,7 +513,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # In halves: a pause by Ctrl-Z uses up the first, and the second reads the answer.
+            # In halves: a pause (Ctrl-Z) may use up one, and the answer is read in the other.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -648,13 +647,13 @@ class Replica:
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # "generator_0 has died"
 
     def lose(self, reason: str) -> None:
-        """Marks this replica as lost. The first reason counts."""
+        """Marks this replica as lost; keeps the first reason."""
         if not self.lost.done():
             self.lost.set_result(f"{self.name} {reason}")
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Inside this context, a crash or hang marks it as lost."""
+        """Inside this context, a crash or hang calls `lose`."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
@@ -725,7 +724,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # Waits for the answer or the loss. If both are there, the loss counts.
+            # Waits for either. If both are there, the loss counts: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -767,7 +766,7 @@ class Service:
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])  # a cancelled `await` marks it done
+                await wait([replica.lost])  # so a cancellation leaves it unset
             if not self.replaces:
                 self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
@@ -896,8 +895,8 @@ async def demo_service(report: Report) -> None:
 #
 # Why no read is torn. The header changes under a lock. The slot that is written is neither the
 # latest nor leased, and only the latest can be newly leased; so nobody reads it before `commit`. A
-# reader keeps its lease until its next one, so nobody writes what it reads. Without one,
-# two publishes after a pull overwrite it.
+# reader keeps its lease until its next one, so nobody writes what it reads. Unleased,
+# it may be overwritten by the second publish.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
 # overwrites its lease.
@@ -974,7 +973,7 @@ class WeightWriter:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
         self.thread = ThreadPoolExecutor(1)
-        # One block, as large as a slot: a publish is one copy. Updates in place write the block.
+        # One block, with the size of slots[0]: a publish is one copy. Updates in place write it.
         self.block = move_into_block(tensors, self.handle.layout, self.arena.slots[0])
 
     def publish(self, version: int) -> None:
@@ -1013,7 +1012,7 @@ class WeightReader:
         self.reader = reader  # its number, from 0
         self.tensors = tensors
         self.slot = Arena.NOTHING
-        # Views of all tensors, per slot: to make them takes longer than the rest of a pull.
+        # Views of all tensors, per slot: making them takes longer than the rest of a pull.
         self.views: list[list[Tensor]] = []
         for slot in self.arena.slots:
             self.views.append([spec.view(slot) for spec in handle.layout])
@@ -1124,7 +1123,7 @@ class ReaderWorker(Worker):
         arena = self.reader.arena
         for _ in range(num_reads):
             version = self.reader.pull(at_least=0)
-            if not keeps_lease:  # the naive twin
+            if not keeps_lease:  # as if unleased
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
             # The first tensor; then the writer publishes; then the others.
             first, *others = self.reader.tensors.values()
@@ -1199,12 +1198,12 @@ async def demo_weight_sync(report: Report) -> None:
 # == 8. RESHARD ====
 # Problem. A large model's trainer has several ranks, each with a shard of every weight, say rows. A
 #   reader wants the whole, or another sharding, say columns. Gathering the whole on one rank copies
-#   the data twice, and it may not fit there.
+#   the data twice, and may exceed its memory.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
 #   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so it is copied row by row.
 #
-# In this file trainers of several ranks need it (Part II). Generators hold whole tensors.
+# Trainers of several ranks need it (Part II). Generators hold whole tensors.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1262,7 +1261,7 @@ class ShardedWriter(WeightWriter):
             self.arena.commit(version, int(slot))
 
     def write(self, slot: Tensor) -> None:
-        """Writes this rank's boxes. Of ranks with the same box, the first writes it."""
+        """Writes this rank's boxes. If ranks share a box, the first writes it."""
         for spec in self.handle.layout:
             tensor = self.tensors[spec.name]
             mesh = tensor.device_mesh
@@ -1365,7 +1364,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation without its responses. Its number is also that of its group."""
+    """A conversation without its responses. `number` also identifies its group."""
 
     number: int
     turns: tuple[Turn, ...]
@@ -1431,7 +1430,7 @@ class LetterTask(Task):
 class RetryTask(Task):
     """An environment, which asks again for missing letters.
 
-    By example: asked "abc", a policy says "ad"; then asked "bc", it says "cb". It is over.
+    By example: asked "abc", a policy says "ad"; asked "bc", it says "cb": none is missing.
     """
 
     seed: int
@@ -1477,7 +1476,7 @@ class Episode:
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # A later turn begins with the <e> of the previous response: <e> <u> u u u <e> <a>. A
-        # truncated response needs it, whatever its last token; another has sampled it.
+        # truncated one lacks it, even if it ends in the same token; others sampled it.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1580,11 +1579,11 @@ class Policy:
         ids: [B, T], padded on the right.
         is_sampled: [B, T - 1], of the tokens from the second on.
         """
-        # No mask: the padding is on the right, where a causal model does not look. Logits are the
-        # largest tensor of a pass: only positions that some row has sampled get any.
+        # No mask: the padding is on the right, which no sampled token attends to. Logits, the
+        # largest tensor of a pass, are computed only where some row has sampled.
         columns = is_sampled.any(0).nonzero().flatten()  # [C]
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
-        # Position t predicts token t + 1. Both are [B, C, ...] -> [N, ...].
+        # Position t predicts token t + 1. Logits, targets: [B, C, ...] -> [N, ...].
         is_kept = is_sampled[:, columns]
         targets = ids[:, columns + 1][is_kept]  # [N]
         return self.logprobs_of(logits[is_kept], targets)
@@ -1624,7 +1623,7 @@ class Decoder:
         self.select([unique.index(row) for row in rows])
 
     def append(self, rows: list[list[int]]) -> None:
-        """Feeds these ids. Shorter rows are padded on the left, where the mask [B, T] is 0.
+        """Feeds rows of ids. Shorter rows are padded on the left, where the mask [B, T] is 0.
 
         The newest token of each row is in the last column.
         """
@@ -1729,7 +1728,7 @@ def rollout(
         ids: list[int] = []
         responding = []
         for episode in episodes:
-            # Skips those with more responses, with fewer (too long), and without this turn (ended).
+            # Skips episodes that are past this turn, were too long for it, or ended before it.
             if len(episode.responses) != turn or turn == len(episode.prompt.turns):
                 continue
             # The oldest version counts: later turns may be sampled by newer weights.
@@ -1834,7 +1833,7 @@ async def demo_rollout(report: Report) -> None:
 #                if the current policy had drawn them.
 #   a clip       bounds the push: how far one batch can move a token's probability.
 # Cost. Ratios add noise: a few tokens may have most of the weight. Clipped tokens get no gradient.
-# The core is `advantages` and `ppo`; they meet in `Learner.update`.
+# The core is `advantages` and `ppo`; they meet in `token_losses`.
 #
 # J = sum of p R over responses: probability times reward. As grad log p = grad p / p,
 #
@@ -1899,8 +1898,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
     the loss -r has a gradient. At 0.65 r is 1.3, and the loss -min(1.3, 1.2) is a constant. A *bad*
-    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, whose gradient grows with r: so it
-    needs a bound of its own.
+    token (A = -1) at 0.65 has the loss -min(-1.3, -1.2) = 1.3, whose gradient grows with r, so
+    beyond r = 3 it is cut to 0.
     """
     ratio = ratio_of(logp, old_logprobs)
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -1911,7 +1910,7 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
     """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
 
-    The weight, prox / old, is a constant. The clip is of now / prox, which is 1 in the first update
+    The weight, prox / old, is a constant. The clip applies to now / prox, 1 in the first update
     on a batch. With `ppo` a stale token may be beyond the clip before any update, and is wasted.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
@@ -1939,7 +1938,7 @@ class Batch:
 
 @dataclass
 class StepStats:
-    """Statistics of one update. Means are over the sampled tokens of its rows."""
+    """Statistics of one update. Means are over sampled tokens that were trained."""
 
     num_tokens: int
     loss: float  # ppo: near 0, as A of a group adds up to 0; its gradient is not
@@ -1952,7 +1951,7 @@ class StepStats:
 class Learner:
     """A policy, its optimizer, and its updates. Parameters, gradients and moments are in fp32.
 
-    In bfloat16 most updates at a rate of 1e-6 would be rounded off.
+    In bfloat16 most updates at a rate of 1e-6 would be lost to rounding.
     """
 
     def __init__(self, policy: Policy, cfg: Config) -> None:
@@ -1964,7 +1963,7 @@ class Learner:
     def step(self, episodes: list[Episode]) -> StepStats:
         """Makes cfg.epochs updates on these episodes.
 
-        Returns the statistics of the first, which starts from the published weights.
+        Returns statistics of the first update, which starts at the published weights.
         """
         batches = self.micro_batches(episodes, self.advantages(episodes))
         stats = [self.update(batches) for _ in range(self.cfg.epochs)]
@@ -1981,7 +1980,7 @@ class Learner:
         for group in groups_of(episodes):
             by_turn = [[0.0] for _ in group]  # by_turn[i][turn]; turn 0: not sampled
             for turn in range(1, 1 + max(len(episode.rewards) for episode in group)):
-                # Those that have this turn.
+                # Those with this turn, so with all before.
                 members = [i for i, episode in enumerate(group) if turn <= len(episode.rewards)]
                 to_go = torch.tensor([sum(group[i].rewards[turn - 1 :]) for i in members])
                 gains = advantages(to_go, self.cfg.advantage).tolist()
@@ -2101,7 +2100,7 @@ class Bandit:
         old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
         losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, cfg)
-        # Loss i depends on table i only: the gradient of their sum holds that of each.
+        # Loss i depends only on table i, so the gradient of the sum has that of each.
         mean_losses = losses.mean((1, 2))  # [batches]
         return -torch.autograd.grad(mean_losses.sum(), tables)[0]
 
@@ -2144,7 +2143,7 @@ async def demo_losses(report: Report) -> None:
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
     fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
-    # In a first update, `decoupled` is `reinforce` times the ratio, at most 2.
+    # At first `decoupled` has the gradient of `reinforce` times the ratio, at most 2.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
@@ -2203,7 +2202,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
         groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
-        # Groups can get lost. If too few are left, more prompts are drawn.
+        # Lost groups make a batch smaller. Below min_groups, more prompts are drawn.
         if len(groups) >= run.min_groups:
             await run.step(groups)
             groups = []
@@ -2240,7 +2239,7 @@ def make_policy(cfg: Config, number: int) -> Policy:
 
 
 def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
-    """Returns a function of "score" and groups: task.score(prompt, responses) of each episode."""
+    """Returns f("score", groups): task.score(prompt, responses) by group and episode."""
     task = LetterTask(cfg.seed)
     return lambda method, groups: [
         [getattr(task, method)(*pair) for pair in group] for group in groups
@@ -2285,7 +2284,7 @@ class Generator(Worker):
     def rollout(
         self, handle: ArenaHandle, at_least: int, episodes: list[Episode], seed: int | None
     ) -> list[Episode]:
-        """Samples their next turns, with weights of at least this version."""
+        """Samples the next turns with weights of version `at_least` or newer."""
         if self.reader is None:
             weights = dict(self.policy.model.named_parameters())
             self.reader = self.make_reader(handle, self.number, weights)
@@ -2386,7 +2385,7 @@ class Run:
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Returns the next prompts. Their groups are in flight."""
-        # Without a trainer, generators could wait for ever for its weights.
+        # Without a trainer, generators could wait forever for new weights.
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
         prompts = []
@@ -2407,7 +2406,7 @@ class Run:
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
         """Returns groups of scored episodes, or none if a request fails."""
-        # At most 64 prompts and 512 rows in one request, to bound the memory of KV caches.
+        # Splits again: a request has at most 64 prompts and 512 rows, to bound KV caches.
         size = max(1, min(64, 512 // group_size))
         try:
             episodes = await scatter_gather(
@@ -2439,7 +2438,7 @@ class Run:
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # Its own seed, below 2^63: the number of the first prompt, offset by run and turn.
+        # One seed per request, < 2^63: its first prompt number, far apart by run and turn.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2460,7 +2459,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, made before the version grows. A group has one version."""
+        """Returns the row of a step, before the version grows. A group began with one version."""
         episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
@@ -2514,7 +2513,7 @@ async def begin_demo(report: Report) -> Run:
     """Returns a run whose policy has a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
-    # 60 supervised steps, as by --sft-steps (Part II).
+    # 60 supervised steps, published (--sft-steps, Part II).
     await run.trainer.request(warm_start, 60)
     return run
 
@@ -2556,8 +2555,8 @@ async def demo_sync_rl(report: Report) -> None:
 #   v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
 #   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
-# Groups with long responses come late, and more of them are dropped, so the policy trains on
-# shorter responses than it produces.
+# Groups with long responses come late, and more of them are dropped, so training is biased
+# toward short ones.
 #
 # -- 12a. Two loops ---
 
@@ -2753,7 +2752,7 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Names the user's line: "/data/r.py, line 7: KeyError: 'answer'"."""
+    """Names the user's last line: "/r.py, line 7: KeyError: 'answer'"."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{re.escape(str(THIS_FILE))}$", frame.filename):
@@ -2771,7 +2770,7 @@ def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns (tokenizer, model). Raises UsageError for missing or wrong parts."""
+    """Returns (tokenizer, model). Raises UsageError for weights that `loaded` lists."""
     import transformers
 
     where = f"--model {name}"
@@ -2785,7 +2784,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # in no text: where `prompt_ids` cuts a message
+CUT = "\ufdd0"  # in no text; `prompt_ids` cuts messages there
 
 
 class HubPolicy(Policy):
@@ -2809,7 +2808,7 @@ class HubPolicy(Policy):
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        self.has_chunks = False  # `verify` decides
+        self.has_chunks = False  # of logits; `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: Any = None
         self._read_template()
@@ -2817,7 +2816,7 @@ class HubPolicy(Policy):
     def _read_template(self) -> None:
         """Sets end_ids and control_tokens."""
         text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
-        # Tokens that could forge a turn: <|im_start|>, <|im_end|>; not <think> or <tool_call>.
+        # Special, or in the template: they could forge a turn. Not <think>, <tool_call>, "\n".
         emitted = self.tokenize(text)
         self.control_tokens = {
             token.content: i
@@ -2866,14 +2865,14 @@ class HubPolicy(Policy):
     def response_text(self, episode: Episode, turn: int) -> str:
         """Keeps thinking tags, which may be special tokens or end the prompt."""
         start = episode.turn_of.index(turn)
-        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # "...<think>\n"
+        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 hold "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
         ids = [token for token in episode.ids[start:] if token not in self.end_ids]
         text = opening + self.tokenizer.decode(ids)
         return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Keeps a GraphDecoder until it is too small: recording takes as long as ten tokens."""
+        """Keeps a GraphDecoder (ON GPUS) until it is too small: to make one costs ten tokens."""
         prefilled = super().decoder(rows)
         if not self.has_graphs:
             return prefilled
@@ -2950,7 +2949,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # final_part("*") is "", as of an empty response.
+        # Graded: final_part("*"), "", would equal no response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
     except Exception as error:
@@ -3019,7 +3018,7 @@ def load_python(spec: str) -> Any:
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
     sys.path.append(str(file.parent))  # last: it must hide no module
-    # For `prepare_process`; a task's folder replaces that of --reward.
+    # For sys.path of workers; a task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3078,8 +3077,8 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 class UserProcess:
     """Runs `call_task` in a process that is killed when late, with all that it has started.
 
-    Plain functions score one group after another, and each group gets --reward-deadline. Coroutines
-    of all groups run together, and each gets it.
+    Plain functions score one group after another, coroutines all groups at once; each gets
+    --reward-deadline.
     """
 
     cfg: Flags
@@ -3093,7 +3092,7 @@ class UserProcess:
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
-        """Returns the results of at least the first group."""
+        """Returns results of one group or more, as `call_task` does."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3101,9 +3100,9 @@ class UserProcess:
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # No variable: the future's traceback would keep `self`, so no __del__.
-            # 2 s more: late coroutines time out by themselves first.
             args = (call_task, self.cfg, method, groups)
+            # Unnamed: a traceback with the future would keep `self` from __del__. 2 s more, as late
+            # coroutines time out by themselves.
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
@@ -3115,13 +3114,13 @@ class UserProcess:
             kill_group(self.pid)
         self.pid = None
 
-    __del__ = kill  # `release` deletes this object
+    __del__ = kill  # when its worker ends
 
 
 def guard() -> None:
-    """Forks: the child computes; the parent outlives it, and kills what it left."""
-    os.setpgid(0, 0)  # not in the worker's group
-    # PR_SET_CHILD_SUBREAPER: it adopts orphans.
+    """Forks. The child computes; when it or the worker ends, the parent kills the rest."""
+    os.setpgid(0, 0)  # not the worker's
+    # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
@@ -3144,7 +3143,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns the results of all groups if they are coroutines, else of the first."""
+    """Returns the results of the groups up to the first without coroutines."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3262,7 +3261,7 @@ async def with_restarts(
                 await run.trainer.request(restore, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
-            # A worker's error may be raised instead of CancelledError.
+            # After a signal: an error may come instead of CancelledError.
             task: Any = asyncio.current_task()
             if task.cancelling():
                 raise CancelledError from error
@@ -3279,7 +3278,7 @@ async def with_restarts(
 
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
-    # The next checkpoint has the rest of the list.
+    # In place: the next checkpoint has the rest.
     while requeued:
         yield task.prompt(requeued.pop(0))
     yield from new
@@ -3314,7 +3313,7 @@ async def train_saved(
 
 
 async def finished(work: Awaitable[Any]) -> Any:
-    """Awaits the work to its end, even if a signal cancels the caller."""
+    """Awaits the work even if the caller is cancelled."""
     task = ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -3339,7 +3338,7 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """Returns the newest first. A copy named step_best.pt is no checkpoint."""
+        """Returns the newest first. Ignores other names: step_best.pt."""
         paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d+\.pt", p.name)]
         return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
@@ -3406,7 +3405,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are not finite, or so large that logits cannot be."""
     norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
-    # Attention multiplies four weights: (1e9)^4 < 3.4e38. NaN fails the comparison.
+    # q k has four weights, with those of norms: (1e9)^4 < 3.4e38. NaN fails, too.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
@@ -3625,7 +3624,7 @@ class UserRun(Run):
     async def sample_and_score(self, prompts: list[Prompt], *args: Any, **how: Any) -> list[Group]:
         groups = await super().sample_and_score(prompts, *args, **how)
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
-        # After an evaluation without a reward, one more such request ends the run.
+        # 20 end the run, or 2 if the newest evaluation brought no reward, either.
         _, newest = [(0, 0.0), *self.progress.heldout][-1]
         if self.num_fruitless >= (2 if newest is None and self.held_out else 20):
             reason = ["no prompt fits the context", *self.errors][-1]
@@ -3717,8 +3716,7 @@ async def report_waiting(run: Run) -> None:
         line = f"           {len(replicas)} workers ready"
         for replica in replicas:
             for start_s in islice(replica.in_flight.values(), 1):  # of its oldest request
-                line += f"; {replica.name}, process {replica.processes.ids}: "
-                line += f"busy for {time.time() - start_s:.0f} s"
+                line += f"; {replica.name} busy for {time.time() - start_s:.0f} s"
         print(line)
 
 
@@ -3751,11 +3749,11 @@ class UserLearner(Learner):
         self.penalty = penalty
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """Retries once with smaller micro-batches if memory runs out, without other ranks."""
+        """A trainer of one rank retries once with smaller micro-batches if memory runs out."""
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
-            if self.num_ranks > 1:
+            if self.num_ranks > 1 or self.critic:
                 raise
             half = self.cfg.tokens_per_micro_batch // 2
         # After `except` the tensors of the failed pass are gone.
@@ -3788,8 +3786,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers each layer on all ranks at once, so all have equally many parts: as many as
-        # the longest rows need. Lengths 9 8 7 6 5: cut 9 | 7, so rank 0: 9 | 7 5, 1: 8 | 6.
+        # FSDP gathers a layer on all ranks at once: all need equally many parts. Lengths 9 8 7 6 5,
+        # 2 ranks: rank 0 has 9 7 5, `longest` 9 7, cut 9 | 7. So 0: 9 | 7 5; 1: 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3812,7 +3810,7 @@ def whole_state(policy: Policy) -> Weights:
 
 
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
-    """Runs in each rank of the trainer."""
+    """Runs in each rank of the trainer. Its parts follow."""
     rank = current_rank().rank
     dtype = dtype_of(cfg)
     policy = load_policy(cfg, rank, torch.float32)
@@ -3852,7 +3850,7 @@ def verify(policy: HubPolicy) -> None:
     """Raises UsageError if rollout and trainer's pass disagree, in fp32. Sets has_chunks."""
     probe = copy.copy(policy)
     probe.max_new_tokens = 4
-    probe.temperature = 4.0  # near probability 1 errors vanish
+    probe.temperature = 4.0  # peaked distributions hide errors
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
@@ -3888,7 +3886,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # Held-out prompts use the task's reward.
+        # Held-out prompts come alone, and use the task's reward.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -3900,7 +3898,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns an episode as if the policy had sampled these responses."""
+    """Returns an episode as if these responses, as plain text, were sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
@@ -3966,8 +3964,8 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
     flags = saved | given
     if "train" in given and any(Path(folder).glob("step_[0-9]*.pt")):
-        for name, _ in given.items() - saved.items():
-            if name in ("model", "task", "reward"):
+        for name in given.keys() & {"model", "task", "reward"}:
+            if given[name] != saved.get(name):
                 raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)}")
     # Saved, not given, and not a default.
     inherited = flags.items() - given.items() - asdict(Flags()).items()
@@ -3989,15 +3987,15 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # PR_SET_PDEATHSIG: killed with its parent. Monarch asks for it after its imports: too late.
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in an import: no traceback
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 if os.getppid() == {}:
     runpy.run_module("monarch._src.actor.bootstrap_main", None, "__main__", True)"""
 
 
 def prepare_process() -> None:
-    # The user's folder, last: it must hide no module. "": the current folder.
+    # The user's folder; "": the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # A signal to all processes must not end workers before the save: its handler is getpid, which
+    # ENDING signals to all processes must not end workers before the save: the handler getpid
     # has no effect. SIG_IGN would be inherited by the user's programs.
     libc = ctypes.CDLL(None)
     for number in ENDING:
@@ -4013,7 +4011,7 @@ class WarmPool(Pool):
         self.command.args = ["-c", START.format(os.getpid())]
 
     async def start(self, num_ranks: int) -> Processes:
-        # A dead one fails in `setup`.
+        # Dead ones fail in `setup`.
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4033,7 +4031,7 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    # Stopped actors stay in memory.
+    # Monarch keeps stopped actors.
     vars(worker).clear()
     torch.cuda.empty_cache()
 
@@ -4141,19 +4139,19 @@ class GraphDecoder(Decoder):
     def __init__(self, prefilled: Decoder, num_rows: int, length: int) -> None:
         from transformers.cache_utils import Cache, StaticLayer
 
-        self.policy = weakref.proxy(prefilled.policy)  # which owns this
+        self.policy = weakref.proxy(prefilled.policy)  # its owner
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Layers with a sliding window get a whole cache, too; the mask has the window.
+        # Sliding windows get a whole cache, too: the mask has them. Only shapes are read.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
             fixed.lazy_initialization(*[part[:1].expand(num_rows, -1, -1, -1) for part in parts])
         self.cache = Cache(layers=layers)
-        self._pass()  # libraries allocate memory
+        self._pass()  # warms up the libraries
         self.graph = torch.cuda.CUDAGraph()
-        # The default stream may be another GPU's.
+        # By default the stream may be of another GPU.
         how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
@@ -4222,14 +4220,14 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     try:
         pairs = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
     finally:
-        del head.forward  # the method of its class is back
+        del head.forward  # restores that of its class
     logp, entropy = pairs.unbind(1)
     return logp, entropy
 
 
 # == 14. CRITIC ====
 # Problem. A user does not have the same conversation eight times, so there is no group. The mean of
-#   the batch does not depend on the user.
+#   the batch ignores what is known: how this user rates.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
 #   advantage of a token is that sum minus V, normalized over the batch (GAE with lambda = 1).
 # Cost. A network as large as the policy, in one process.
@@ -4243,7 +4241,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 
 
 def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with a number per token, at first 0, in place of logits."""
+    """Returns a copy of the policy with one output per token, initially 0, for logits."""
     from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4258,10 +4256,8 @@ def value_network(policy: Policy) -> Any:
 
 def gains(episode: Episode, values: list[float]) -> list[float]:
     """Returns the advantage of each sampled token, 0 for others. values: V before each."""
-    gains = []
-    for turn, value in zip(episode.turn_of, values):
-        gains.append(sum(episode.rewards[turn - 1 :]) - value if turn else 0.0)
-    return gains
+    pairs = zip(episode.turn_of, values)
+    return [sum(episode.rewards[turn - 1 :]) - V if turn else 0.0 for turn, V in pairs]
 
 
 class Critic:
@@ -4326,7 +4322,7 @@ def lone_run(
 def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     """Returns the share of right letters at the end of training on one turn of LetterTask.
 
-    The reward is this share, plus -1.5 to 1.5 by the first letter of the prompt.
+    The reward is this share plus -1.5 to 1.5, the mood of a user: the first letter.
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
@@ -4420,7 +4416,7 @@ class RewardModel:
         return (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
     def learn(self, pairs: list[Pair]) -> None:
-        # Two rows for each pair, the chosen one first.
+        # Two rows a pair, chosen and rejected; at most 32 pairs.
         rows = list(chain(*pairs))
         longest = max(len(e.ids) for e in rows)
         size = 2 * max(1, min(32, self.cfg.tokens_per_micro_batch // (2 * longest)))
@@ -4441,7 +4437,7 @@ class RewardModel:
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
     """Returns weight * k2 of each token, [N]: k2 = (log p - log q)^2 / 2, where q is the reference.
 
-    Over samples of p, the mean gradient of k2 is that of KL(p, q); that of log p - log q is 0.
+    Its gradient (log p - log q) grad log p is that of KL(p, q), in the mean over samples of p.
     """
     with torch.no_grad():
         log_q, _ = reference.token_logprobs(batch.ids, batch.is_sampled)
@@ -4520,10 +4516,10 @@ async def demo_reward_model(report: Report) -> None:
 
 
 # == 16. HOSTS ====
-# Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*,
-#   which answers pings. The *relay*, a thread of one generator, asks the *outlet*.
+# Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*
+#   for pings. The *relay*, a thread of one, asks the trainer's side, the *outlet*, for versions.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
-#   and after a failed command its processes on other hosts run on.
+#   and if a command fails, its processes elsewhere keep running.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
 #   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
 #   started. A Monarch host without pings is killed.
@@ -4547,7 +4543,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
     try:
         while True:
             lease = outlet.lease.call_one(handle, number, version, environ[HOST_FOLDER])
-            version, weights = lease.get()
+            version, weights = lease.get()  # blocks
             if weights:
                 slot = arena.free_slot()
                 weights.read_into(arena.slots[slot], timeout=600).get()
@@ -4614,7 +4610,7 @@ SILENCE_S = 5.0  # a host is lost after this time without a ping or answer
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
     """Starts a program that ends with this process."""
-    # prctl(PR_SET_PDEATHSIG, SIGKILL): the kernel kills the child.
+    # prctl(PR_SET_PDEATHSIG, SIGKILL)
     return subprocess.Popen(
         [sys.executable, "-c", program],
         env=environ | variables,
@@ -4644,7 +4640,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # A free port here: Monarch cannot attach to a lost host's again.
+    # Each time a new port: Monarch cannot attach to a lost one again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4661,7 +4657,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
             time.sleep(0.1)
             try:
                 silent_s = time.time() - pinged.stat().st_mtime
-            except FileNotFoundError:  # an agent ends it
+            except FileNotFoundError:  # by `end_host`
                 silent_s = math.inf
             if silent_s > SILENCE_S:
                 host.kill()
@@ -4690,7 +4686,7 @@ class HostAgent(Actor):
 
 @dataclass
 class HostProcess(Processes):
-    """A process on a worker host. Killing one kills all of its Monarch host."""
+    """A process on a worker host. No signal reaches it, so `kill` ends its Monarch host."""
 
     agent: Any
     lost: asyncio.Future[str]  # the reason, for all processes of the host
@@ -4702,7 +4698,7 @@ class HostProcess(Processes):
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        # Without an agent, the missing pings end the host.
+        # If the agent is gone, missing pings end the host.
         self.agent.end_host.broadcast()
 
 
@@ -4718,8 +4714,11 @@ class HostPool(Pool):
         self.outlet = this_proc().spawn(f"outlet_{time.monotonic_ns()}", Outlet)
 
     async def start(self, num_ranks: int) -> HostProcess:
+        deadline = time.monotonic() + 12 * SILENCE_S
         while True:
             urls = {*urls_in(self.folder)} - self.silent
+            if time.monotonic() > deadline:  # notes of machines that are gone
+                urls -= {url for url in urls if self.lost[url].done()}
             for url in urls:
                 has_room = self.started[url] < self.num_processes / len(urls)
                 if has_room and not self.lost[url].done():
@@ -4749,8 +4748,8 @@ class HostPool(Pool):
 async def demo_hosts(report: Report) -> None:
     """Another host costs one copy per version, and a lost host its work in progress."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    serve = f"__import__({THIS_FILE.stem!r}).serve_worker({str(folder)!r}, "
-    workers = [start_python(f"{serve}'tcp://127.0.0.{number}')") for number in (2, 3)]
+    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format
+    workers = [start_python(serve(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
@@ -4903,7 +4902,6 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
         ),
         "--trainers: 1 with a critic": cfg.trainers == 1 or cfg.advantage != "critic",
-        "--prompts-per-step: at least --trainers": cfg.prompts_per_step >= cfg.trainers,
         "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
         "--preferences and --reward model: both or neither": is_learned == bool(cfg.preferences),
         "--model: needs --train, --evaluate or --export": (
@@ -5000,7 +4998,7 @@ def main(argv: list[str] | None = None) -> int:
         output: Any = sys.stdout
         output.reconfigure(line_buffering=True, errors="replace")
         set_environment()
-        if cfg.worker:
+        if cfg.worker:  # exits
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")
@@ -5011,7 +5009,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
         return 2
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
-        cause = cause_of(error).removeprefix(__name__ + ".")
+        cause = cause_of(error)
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
         # An ActorError has its cause as text only.
         return 2 if "UsageError: " in cause else 1

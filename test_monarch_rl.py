@@ -1964,7 +1964,6 @@ def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
         ({"group_size": 1, "advantage": "critic"}, []),
         ({"device": "cuda"}, ["--device cuda"][torch.cuda.is_available() :]),
         ({"trainers": 2, "advantage": "critic"}, ["--trainers"]),
-        ({"trainers": 17}, ["--prompts-per-step"]),
         ({"task": "x.jsonl"}, ["--reward, and a --task other than repeat"]),
         (own | {"preferences": "x"}, ["--preferences and --reward model"]),
         (own | {"reward": "model"}, ["--preferences and --reward model"]),
