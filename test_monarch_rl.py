@@ -2414,7 +2414,6 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
 def test_command_killed_while_its_workers_start_leaves_none(tmp_path: Path) -> None:
     command = Command(tmp_path, "--train --eval-prompts 8")
     until(command.children)
-    time.sleep(0.1)  # they import
     command.process.kill()
     assert subprocess.run([sys.executable, "-c", m.START.format(0)]).returncode == 0
     command.end()
@@ -2691,7 +2690,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.end()
 
 
-def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
+def test_hosts_that_do_not_answer_are_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
     def attach(workers: list[str], **_: Any) -> Any:
         host = MagicMock()
         agent = host.spawn_procs().spawn()
@@ -2700,11 +2699,13 @@ def test_a_host_that_does_not_answer_is_passed_over(tmp_path: Path, monkeypatch:
 
     async def started() -> int:
         pool = m.HostPool(tmp_path, 4)
-        await asyncio.gather(*[pool.start(1) for _ in range(4)])
+        pool.lost["gone"].set_result("with its machine, but for its note")
+        await asyncio.wait_for(asyncio.gather(*[pool.start(1) for _ in range(4)]), 30)
         return pool.started["alive"]
 
-    for note in ("dead", "alive"):
+    for note in ("dead", "gone", "alive"):
         (tmp_path / f"{note}.url").write_text(note)
+    monkeypatch.setattr(m, "SILENCE_S", 0.05)
     monkeypatch.setattr(m, "this_proc", MagicMock())
     monkeypatch.setattr(m.monarch.actor, "attach_to_workers", attach)
     assert asyncio.run(started()) == 4
