@@ -3988,7 +3988,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-if os.getppid() == {}:
+if os.getppid() == {}:  # else its parent has ended already
     runpy.run_module("monarch._src.actor.bootstrap_main", None, "__main__", True)"""
 
 
@@ -4171,7 +4171,7 @@ class GraphDecoder(Decoder):
         self.positions.zero_()
         self.positions[:num_rows] = prefilled.mask.sum(1, keepdim=True) - 1
         self.logits = prefilled.logits
-        self.rows = torch.arange(num_rows, device=self.mask.device)
+        self.rows = torch.arange(num_rows, device=self.mask.device)  # those that go on
         return self
 
     def _pass(self) -> Tensor:
@@ -4181,6 +4181,7 @@ class GraphDecoder(Decoder):
 
     def append(self, rows: list[list[int]]) -> None:
         """Feeds one id to each row that goes on."""
+        # The kernels read and write where they were recorded.
         self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
         self.graph.replay()
         self.logits = self.recorded[self.rows]
