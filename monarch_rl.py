@@ -1567,6 +1567,7 @@ class Policy:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
+        """Part II returns another on GPUs."""
         return Decoder(self, rows)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
