@@ -9,7 +9,7 @@ A generator samples while the trainer learns. Samples are at most K weight versi
 (--max-staleness), no response mixes two versions, and a generator that dies only delays the run:
 
     python monarch_rl.py                      the tour: all stages, 3 minutes on two cores
-    python monarch_rl.py --stage weight_sync  up to this one: stages 1 to 7
+    python monarch_rl.py --stage weight_sync  stages 1 to 7: weight_sync is 7
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
     prompts -> Generator -> list[Episode] -> RewardWorker -> Group -> ReplayBuffer -> batch
@@ -328,9 +328,9 @@ async def demo_actor_mesh(report: Report) -> None:
 #   RDMABuffer(memory)  ---- handle, a message ---->  handle.read_into(mine)   pulls the bytes
 #                                                     handle.write_from(mine)  pushes bytes
 #
-# RDMA is remote direct memory access: a network card reads the memory of another machine without
-# its processor. Without such a card Monarch does the same over TCP. Within a
-# host, section 7 uses shared memory; between hosts, section 16 uses this.
+# RDMA is remote direct memory access: a network card reads another machine's memory without
+# its processor. Without such a card Monarch uses TCP. Within a host, section 7 uses shared
+# memory; between hosts, section 16 uses RDMA.
 
 
 class Owner(Actor):
@@ -395,7 +395,7 @@ async def demo_rdma_transfer(report: Report) -> None:
 
 
 class Journal(Actor):
-    """Lines from any process, in the order in which they came."""
+    """Lines from any process, in order of arrival."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -443,8 +443,8 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# `until_dead` and `until_unresponsive` detect. Monarch also tells the actor that
-# spawned a failed one, by `__supervise__`, but polls: it takes seconds.
+# `until_dead` and `until_unresponsive` detect. Monarch also calls `__supervise__`
+# of the parent, but polls, which takes seconds.
 
 
 class Worker(Actor):
@@ -467,14 +467,14 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         method = getattr(type(self), what) if isinstance(what, str) else what
-        # Calls method(self, *args) in this context: a thread has none, and messages need it.
+        # Calls method(self, *args) in this context: a thread has none, and current_rank needs it.
         in_context: Any = contextvars.copy_context().run
         return await get_running_loop().run_in_executor(
             self.thread, in_context, method, self, *args
         )
 
     def setup(self, *args: Any) -> Any:
-        """Does what is slow or can fail: until `__init__` returns, no ping is answered."""
+        """Does what is slow or can fail; during `__init__` no ping would be answered."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -513,7 +513,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # In halves: a pause (Ctrl-Z) may use up one, and the answer is read in the other.
+            # In two halves: if Ctrl-Z uses up the first, the second still receives the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -653,7 +653,7 @@ class Replica:
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Inside this context, a crash or hang calls `lose`."""
+        """Calls `lose` at a crash or hang in this context."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
@@ -679,8 +679,8 @@ class Service:
     num_ranks: int = 1  # of each replica
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
-    replicas: dict[int, Replica] = field(default_factory=dict)  # those that are ready
-    failures: list[Replica] = field(default_factory=list)  # those that were lost
+    replicas: dict[int, Replica] = field(default_factory=dict)  # ready ones, by number
+    failures: list[Replica] = field(default_factory=list)  # lost ones
     error: Exception | None = None  # set once no more replicas are started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
@@ -698,7 +698,7 @@ class Service:
             await sleep(0.005)
             for supervisor in self.supervisors:
                 if supervisor.done():
-                    supervisor.result()  # raises its error, which is a bug
+                    supervisor.result()  # raises an error of `_supervise`
         if self.error:
             raise self.error
 
@@ -745,7 +745,7 @@ class Service:
             try:
                 await self._live(number)
                 num_failed_starts = 0
-            except Exception as error:  # of a start: no process, or `setup` raised or was lost
+            except Exception as error:  # a failed start: no process, or an error or loss in `setup`
                 num_failed_starts += 1
                 raised = isinstance(error, ActorError)  # in another process it would raise again
                 if raised or num_failed_starts == 3 or not self.replaces:
@@ -766,7 +766,7 @@ class Service:
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])  # so a cancellation leaves it unset
+                await wait([replica.lost])  # `close` cancels this task, not `lost`
             if not self.replaces:
                 self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
@@ -806,7 +806,7 @@ class Pool:
     """Starts and ends the processes of replicas. Part II reuses some, and sets the fields."""
 
     bootstrap: Callable[[], None] | None = None  # runs first in each process
-    command: Any = None  # that starts a process; by default Monarch's own
+    command: Any = None  # starts a process; by default Monarch's own
 
     async def start(self, num_ranks: int) -> Processes:
         """Returns new processes, one for each rank."""
@@ -895,8 +895,8 @@ async def demo_service(report: Report) -> None:
 #
 # Why no read is torn. The header changes under a lock. The slot that is written is neither the
 # latest nor leased, and only the latest can be newly leased; so nobody reads it before `commit`. A
-# reader keeps its lease until its next one, so nobody writes what it reads. Unleased,
-# it may be overwritten by the second publish.
+# reader keeps its lease until its next one, so nobody writes what it reads. Without a lease,
+# the second publish may overwrite the slot.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
 # overwrites its lease.
@@ -933,7 +933,7 @@ class Arena:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The header changes only inside this context, in one process at a time."""
+        """Locks the header, which changes only inside this context."""
         fcntl.flock(self.file, fcntl.LOCK_EX)
         try:
             yield
@@ -941,7 +941,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call. At first (-1, last)."""
+        """Leases the latest (version, slot) until the next call. At first (-1, last slot)."""
         with self.locked():
             version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -965,7 +965,7 @@ class Arena:
 
 
 class WeightWriter:
-    """The trainer's side."""
+    """Publishes the trainer's weights."""
 
     copying: Future[None] | None = None
 
@@ -973,7 +973,7 @@ class WeightWriter:
         self.tensors = tensors
         self.handle, self.arena = create_arena(layout_of(tensors), num_readers)
         self.thread = ThreadPoolExecutor(1)
-        # One block, with the size of slots[0]: a publish is one copy. Updates in place write it.
+        # The tensors become views of one block, as large as slots[0]: a publish is one copy.
         self.block = move_into_block(tensors, self.handle.layout, self.arena.slots[0])
 
     def publish(self, version: int) -> None:
@@ -1000,7 +1000,7 @@ class WeightWriter:
 
 
 class WeightReader:
-    """A generator's side: its tensors point into a slot, and nothing is copied."""
+    """Points a generator's tensors into a slot. Nothing is copied."""
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         # Both sides must agree on each tensor's name, shape, dtype and place.
@@ -1383,7 +1383,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 class Task:
     """Defines the prompts and the rewards of a run."""
 
-    max_new_tokens = 0  # of a response; 0: min(256, half of the context)
+    max_new_tokens = 0  # of a response (Part II); 0: min(256, half the context)
     # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
     # environment has it. The same arguments must give the same reply: a request may be repeated.
     reply: Callable[[Prompt, list[str]], Turn | None] | None = None
@@ -1397,7 +1397,7 @@ class Task:
         raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Returns the reward of each turn. If all responses are right, they add up to 1."""
+        """Returns the reward of each turn. The sum is 1 if all responses are right."""
         pairs = zip(prompt.turns, responses)
         return [self.grade(turn.answer, response) / len(responses) for turn, response in pairs]
 
@@ -1441,7 +1441,7 @@ class RetryTask(Task):
     def reply(self, prompt: Prompt, responses: list[str]) -> Turn | None:
         asked = prompt.turns[-1].messages[0]["content"]
         missing = "".join(letter for letter in asked if letter not in responses[-1])
-        is_over = not missing or len(responses) == 4
+        is_over = not missing or len(responses) == 4  # at most four tries
         return None if is_over else user_turn(missing, missing)
 
 
@@ -1476,7 +1476,7 @@ class Episode:
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # A later turn begins with the <e> of the previous response: <e> <u> u u u <e> <a>. A
-        # truncated one lacks it, even if it ends in the same token; others sampled it.
+        # complete response has sampled it; a truncated one has not, whatever its last token.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1558,6 +1558,7 @@ class Policy:
         "<end><user>def<end><assistant>".
         """
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
+        # The template would end this response.
         before = (self.render(earlier[:-1], True) + RESPONSE["content"]) if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
@@ -1567,7 +1568,7 @@ class Policy:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Part II returns another on GPUs."""
+        """Returns a Decoder (Part II: another on GPUs)."""
         return Decoder(self, rows)
 
     def forward(self, ids: Tensor, **inputs: Any) -> Tensor:
@@ -1590,7 +1591,7 @@ class Policy:
         return self.logprobs_of(logits[is_kept], targets)
 
     def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, V] and [N] -> log-probabilities [N] of the targets, and entropies [N]."""
+        """Returns [N] log-probabilities of targets, and [N] entropies. logits: [N, V]."""
         logp = (logits.float() / self.temperature).log_softmax(-1)  # [N, V]
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
@@ -1605,11 +1606,11 @@ class Policy:
 class Decoder:
     """KV cache and next-token logits of a batch of rows of ids.
 
-    The cache keeps the attention keys and values of all tokens so far, so each token passes through
+    The cache keeps keys and values of all tokens so far, so each token passes through
     the model once. Equal rows share the first pass, over whole prompts: the prefill.
 
     decoder = Decoder(policy, [[5, 6], [5, 6], [7]])   # two rows in the cache, then three
-    tokens = decoder.sample(rng)                       # a token for each row
+    tokens = decoder.sample(rng)                       # (token, logprob) for each row
     decoder.append([[8], [9], [8]])                    # logits of the next ones
     """
 
@@ -1637,7 +1638,7 @@ class Decoder:
         self.logits = self.next_logits(ids.clamp(min=0), positions)
 
     def next_logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Returns the logits of the tokens that follow ids [B, T], [B, V]."""
+        """Returns logits [B, V] of the tokens that follow ids [B, T]."""
         logits = self.policy.forward(
             ids,
             attention_mask=self.mask,
@@ -1684,7 +1685,7 @@ def respond(
 
     turn: from 1.
     """
-    rows = episodes  # those without an end
+    rows = episodes  # episodes without an end
     # Each turn reads the conversation again, because rows have left the last decoder.
     decoder = policy.decoder([episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
@@ -1753,8 +1754,8 @@ def rollout(
 def k3(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Returns the k3 estimator of each token: exp(d) - 1 - d, with d = logprobs - old_logprobs.
 
-    Its mean over sampled tokens estimates the KL divergence KL(old, new) (Schulman 2020); each term
-    is >= 0. By example, 0.50 is recomputed as 0.40: d = -0.223, and 0.8 - 1 + 0.223 = 0.023.
+    Its mean over sampled tokens estimates KL(old, new) (Schulman 2020); each term is >= 0.
+    By example, 0.50 is recomputed as 0.40: d = -0.223, and 0.8 - 1 + 0.223 = 0.023.
 
     Shape: [N] each -> [N] float64
     """
@@ -1796,13 +1797,13 @@ def num_asked_again(episodes: list[Episode]) -> int:
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
     """What was recorded while sampling is what the trainer recomputes."""
-    # k3 is about d * d / 2: in fp32, from rounding, 1e-14; in bfloat16 1e-5.
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
     # 64 conversations.
     episodes = new_episodes([task.prompt(number) for number in range(16)], 4)
     recorded, recomputed = recompute_logprobs(policy, rollout(policy, episodes, seed=0))
+    # k3 is about d * d / 2: rounding gives 1e-14 in fp32, 1e-5 in bfloat16.
     exact = float(k3(recorded, recomputed).mean())
     rounded = float(k3(recorded.bfloat16(), recomputed).mean())
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
@@ -1817,7 +1818,7 @@ async def demo_rollout(report: Report) -> None:
         while reply := environment.reply(episode.prompt, episode.responses):
             episode.add_reply(reply)
             rollout(policy, [episode], next(seeds))
-    # The same turns, but fixed before other responses were sampled.
+    # The same turns, now fixed: new responses do not change them.
     fixed = new_episodes([episode.prompt for episode in episodes], 1)
     num_again = num_asked_again(rollout(policy, fixed, next(seeds)))
     report.check("letters that an environment asks for again", num_asked_again(episodes), "==", 0)
@@ -1860,7 +1861,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
         leave_one_out   0.33  0.33  0.33 -1      (RLOO, Ahmadian 2024)
         group           0.58  0.58  0.58 -1.73   (GRPO, Shao 2024)
 
-    leave_one_out subtracts the mean of the *others*: n / (n - 1) times `centred`. group divides by
+    leave_one_out subtracts the mean of the *others*: G / (G - 1) times `centred`. group divides by
     the standard deviation: all prompts get the same scale.
     """
     if kind == "none":
@@ -1890,7 +1891,7 @@ def ratio_of(logp: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def reinforce(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
-    """Williams 1992. It has no ratio, so it is right for fresh samples only."""
+    """Williams 1992. No ratio corrects stale samples."""
     return -A * logp
 
 
@@ -1981,7 +1982,7 @@ class Learner:
         for group in groups_of(episodes):
             by_turn = [[0.0] for _ in group]  # by_turn[i][turn]; turn 0: not sampled
             for turn in range(1, 1 + max(len(episode.rewards) for episode in group)):
-                # Those with this turn, so with all before.
+                # Episodes with this turn, so with all before.
                 members = [i for i, episode in enumerate(group) if turn <= len(episode.rewards)]
                 to_go = torch.tensor([sum(group[i].rewards[turn - 1 :]) for i in members])
                 gains = advantages(to_go, self.cfg.advantage).tolist()
@@ -2044,7 +2045,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If there are none: all, with gradient 0, for the statistics.
+        # If none has: all rows, with gradient 0, for the statistics.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
@@ -2076,7 +2077,7 @@ def groups_of(episodes: list[Episode]) -> list[Group]:
 
 @dataclass
 class Bandit:
-    """A contextual bandit: 4 prompts, with 16 possible responses of one token each.
+    """A contextual bandit: 4 prompts, and 16 responses of one token each.
 
     A policy is a table [4, 16] of logits. grad J is computed exactly, and compared with
     estimates from samples.
@@ -2144,7 +2145,7 @@ async def demo_losses(report: Report) -> None:
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
     fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
-    # At first `decoupled` has the gradient of `reinforce` times the ratio, at most 2.
+    # In a first update `decoupled` has the gradient of `reinforce` times the ratio, at most 2.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
@@ -2319,7 +2320,7 @@ class Progress:
     rows: list[Record] = field(default_factory=list)  # of each step
     heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
     num_drawn: int = 0  # prompts with smaller numbers have been drawn
-    # Prompts with a generator, a reward worker, the buffer, or the trainer.
+    # Numbers of prompts at a generator, reward worker, buffer or trainer.
     in_flight: set[int] = field(default_factory=set)
     # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
     ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
@@ -2417,7 +2418,7 @@ class Run:
             )
             sampled = groups_of(episodes)
             conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-            # The reward workers share the groups.
+            # The reward workers share the groups, and call task.score.
             score = partial(self.reward_workers.request, "ask", "score")
             scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
         except (ReplicaLost, ActorError) as error:
@@ -2439,7 +2440,7 @@ class Run:
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # One seed per request, < 2^63: its first prompt number, far apart by run and turn.
+        # One seed per request, < 2^63: from the run's seed, the turn and the first prompt.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2460,7 +2461,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of a step, before the version grows. A group began with one version."""
+        """Returns a step's row, before the version grows. A group's episodes have one version."""
         episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
@@ -2491,7 +2492,7 @@ def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
 
 
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
-    """Returns the first held-out prompts of a task, each once, or fewer."""
+    """Returns at most num_prompts held-out prompts of a task, each once."""
     by_text: dict[str, Prompt] = {}
     # One prompt in ten is held out, so 50 times as many numbers are plenty.
     for number in range(50 * num_prompts):
@@ -2514,14 +2515,14 @@ async def begin_demo(report: Report) -> Run:
     """Returns a run whose policy has a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
-    # 60 supervised steps, published (--sft-steps, Part II).
+    # A head start: 60 supervised steps (Part II), published.
     await run.trainer.request(warm_start, 60)
     return run
 
 
 @stage(instead="version = 0")
 async def demo_sync_rl(report: Report) -> None:
-    """The loop, one thing at a time: both programs agree, and the reward rises."""
+    """The loop, one thing at a time: both programs agree, and the accuracy rises."""
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
@@ -2587,7 +2588,7 @@ async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
 async def generating(
     run: Run, max_staleness: int, num_batches: int = 0
 ) -> AsyncIterator[ReplayBuffer]:
-    """Inside this context, `generate` runs. At its end, groups in flight are awaited and dropped.
+    """Runs `generate` inside this context. At its end, awaits groups in flight and drops them.
 
     If the body or `generate` raises, the other is cancelled.
 
