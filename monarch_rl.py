@@ -94,7 +94,7 @@ from math import ceil
 from os import environ
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TextIO, get_args, get_type_hints
 
 if __name__ == "__main__":
     environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes of logs in /tmp
@@ -1368,10 +1368,13 @@ class Prompt:
 
     number: int
     turns: tuple[Turn, ...]
+    held_out: bool | None = None  # None: decided by a checksum
 
     @property
     def is_held_out(self) -> bool:
         """One prompt in ten, by a checksum of its text, is never trained on."""
+        if self.held_out is not None:
+            return self.held_out
         text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
         return zlib.crc32(text.encode()) % 10 == 0
 
@@ -2734,6 +2737,7 @@ class Flags(Config):
     save_every: int = 20  # steps between checkpoints
     eval_every: int = 0  # 0: only before and after
     log: str = ""  # file: JSON lines, one per step
+    samples: str = ""  # file: JSON lines, one per episode
     json: str = ""  # file: checks and figures
 
 
@@ -2954,9 +2958,12 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         # Graded: final_part("*"), "", would equal no response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
+        held_out = record.get("held_out")
+        if held_out not in (None, True, False):
+            raise ValueError("held_out must be true or false")
     except Exception as error:
         raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
-    return Prompt(number, (Turn(tuple(messages), answer),))
+    return Prompt(number, (Turn(tuple(messages), answer),), held_out)
 
 
 # \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
@@ -3609,14 +3616,15 @@ class UserRun(Run):
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        if all(self.task.prompt(number).is_held_out for number in range(1000)):
+        if cfg.train and all(self.task.prompt(number).is_held_out for number in range(1000)):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
         self.reporting = ensure_future(report_waiting(self))
         self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
         for row in self.progress.rows:
-            self.write_log(row)
+            write_line(self.log, row)
+        self.samples = open(self.cfg.samples or os.devnull, "a", buffering=1)
         await super().begin()
 
     async def close(self) -> None:
@@ -3625,6 +3633,8 @@ class UserRun(Run):
 
     async def sample_and_score(self, prompts: list[Prompt], *args: Any, **how: Any) -> list[Group]:
         groups = await super().sample_and_score(prompts, *args, **how)
+        for episode in chain(*groups):
+            write_line(self.samples, sample_row(episode))
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
         # 20 end the run, or 2 if the newest evaluation brought no reward, either.
         _, newest = [(0, 0.0), *self.progress.heldout][-1]
@@ -3679,14 +3689,9 @@ class UserRun(Run):
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
         row = self.progress.rows[-1]
-        self.write_log(row)
+        write_line(self.log, row)
         print(step_line(row))
         await self.trainer.request(require_finite)
-
-    def write_log(self, row: Record) -> None:
-        """Writes a line of JSON, with null for NaN."""
-        finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
-        self.log.write(json.dumps(finite) + "\n")
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
         episodes = list(chain(*groups))
@@ -3705,6 +3710,29 @@ class UserRun(Run):
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
+
+
+def sample_row(episode: Episode) -> Record:
+    """Returns a line of --samples: a whole conversation, as chat messages."""
+    messages = []
+    for turn, response in zip(episode.prompt.turns, episode.responses):
+        messages += [*turn.messages, {"role": "assistant", "content": response}]
+    return {
+        "messages": messages,
+        "rewards": episode.rewards,
+        "truncated": episode.truncated,
+        "version": episode.version,
+        "held_out": episode.prompt.is_held_out,
+    }
+
+
+def write_line(file: TextIO, row: Record) -> None:
+    """Writes a line of JSON, with null for NaN. Raises RunError, which names the file."""
+    finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
+    try:
+        file.write(json.dumps(finite) + "\n")
+    except OSError as error:
+        raise RunError(f"{file.name}: {error}") from error
 
 
 async def report_waiting(run: Run) -> None:
@@ -4899,7 +4927,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_learned = cfg.reward == "model"
     inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
-    outputs = real_paths(cfg.log, cfg.json, cfg.export)
+    outputs = real_paths(cfg.log, cfg.samples, cfg.json, cfg.export)
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4941,8 +4969,9 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
             if folder:
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-        if cfg.log:
-            open(cfg.log, "a").close()
+        for file in (cfg.log, cfg.samples):
+            if file:
+                open(file, "a").close()
         if cfg.json:  # written at the end: no empty file is left
             tempfile.TemporaryFile(dir=Path(cfg.json).parent).close()
     except OSError as error:
