@@ -2707,7 +2707,7 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# Your models and data, long runs, GPUs, harder rewards, more hosts: by subclasses and arguments.
+# Models, data, long runs, GPUs, harder rewards and more hosts, by subclasses and arguments.
 
 
 @dataclass(frozen=True)
@@ -2717,7 +2717,7 @@ class Flags(Config):
     stage: str = ""  # run all stages up to this one
     only: str = ""  # run this stage alone
     train: bool = False  # train --model on --task
-    evaluate: int = 0  # samples per prompt (k of pass@k)
+    evaluate: int = 0  # k of pass@k: any of k samples is right
     export: str = ""  # write the model to this folder
     model: str = ""  # folder or hub id; default: a tiny one
     task: str = "repeat"  # repeat, FILE.jsonl or FILE.py:CLASS
@@ -2744,8 +2744,7 @@ class Flags(Config):
 # == YOUR OWN DATA ====
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
-#   that is killed after a deadline. Episodes without a reward are left out: 0 would punish the
-#   policy.
+#   that is killed after a deadline. Episodes without a reward are left out: 0 would punish them.
 # Cost. Two more processes per reward worker, and one more message per group.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
@@ -2776,13 +2775,13 @@ def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> 
 
 
 def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Returns (tokenizer, model). Raises UsageError for weights that `loaded` lists."""
+    """Returns (tokenizer, model). Raises UsageError if weights do not match."""
     import transformers
 
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # listed, not raised
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
         if "keys" in kind and names:
@@ -2802,19 +2801,19 @@ class HubPolicy(Policy):
             self.tokenizer, self.model = pretrained(cfg.model, dtype)
         self.model.to(cfg.device or "cpu")
         self.device = self.model.device
-        # Not buffers: rotary positions need float32.
+        # Buffers stay: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         config = self.model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         rope = getattr(config, "rope_parameters", None) or {}
-        # Phi-3: a longer context rotates cached keys differently.
+        # Phi-3: past the original length, cached keys would be wrong.
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        self.has_chunks = False  # of logits; `verify` decides
+        self.has_chunks = False  # ON GPUS: logits in chunks; `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: Any = None
         self._read_template()
@@ -2822,7 +2821,7 @@ class HubPolicy(Policy):
     def _read_template(self) -> None:
         """Sets end_ids and control_tokens."""
         text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
-        # Special, or in the template: they could forge a turn. Not <think>, <tool_call>, "\n".
+        # Special tokens and those of the template could forge a turn; <think> and "\n" cannot.
         emitted = self.tokenize(text)
         self.control_tokens = {
             token.content: i
@@ -2869,21 +2868,21 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps thinking tags, which may be special tokens or end the prompt."""
+        """Keeps tags of THOUGHT, which may be special tokens or end the prompt."""
         start = episode.turn_of.index(turn)
-        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 hold "<think>\n"
+        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 can spell "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
         ids = [token for token in episode.ids[start:] if token not in self.end_ids]
         text = opening + self.tokenizer.decode(ids)
         return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Keeps a GraphDecoder (ON GPUS) until it is too small: to make one costs ten tokens."""
+        """Returns a GraphDecoder (ON GPUS), the last one if it is large enough."""
         prefilled = super().decoder(rows)
         if not self.has_graphs:
             return prefilled
         num_rows, width = prefilled.mask.shape
-        wanted = (num_rows, ceil((width + self.max_new_tokens) / 256) * 256)
+        wanted = (num_rows, ceil((width + self.max_new_tokens) / 256) * 256)  # seldom grows
         kept = self.graph.mask.shape if self.graph else (0, 0)
         shape = tuple(max(pair) for pair in zip(wanted, kept))
         try:
@@ -2955,7 +2954,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # Graded: final_part("*"), "", would equal no response.
+        # FileTask grades by it: an empty response would equal "*".
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
         held_out = record.get("held_out")
@@ -2972,7 +2971,7 @@ BOX = r"""(?x) \\boxed \{ (
     | \{ (?: [^{}]            # any in braces, or
         | \{ [^{}]* \} )* \}  # any in braces in braces
     )* ) \}"""
-# Of Qwen, Magistral and gpt-oss:
+# Marks of Qwen, Magistral and gpt-oss:
 THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
 ANSWER = r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>|####"
 NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
@@ -3026,8 +3025,8 @@ def load_python(spec: str) -> Any:
         raise UsageError(f'{spec}: not FILE.py:NAME, nor FILE.jsonl: ds.to_json("FILE.jsonl")')
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
-    sys.path.append(str(file.parent))  # last: it must hide no module
-    # For sys.path of workers; a task's folder replaces that of --reward.
+    sys.path.append(str(file.parent))  # last, so it hides no module
+    # Workers add it to sys.path. A task's folder replaces that of --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3047,7 +3046,7 @@ class UserTask(Task):
 
     def prompt(self, number: int) -> Prompt:
         where = f"prompt({number})"
-        return prompt_of(number, called(where, self.task.prompt, number), where)
+        return prompt_of(number, called(where, lambda: self.task.prompt(number)), where)
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
         if self.reward is None:
@@ -3061,7 +3060,7 @@ class UserTask(Task):
 
 
 def user_task(cfg: Flags) -> Task:
-    """Returns --task; for the tiny policy, letters."""
+    """Returns the task of --task, or of the tiny policy."""
     return make_task(cfg.task, cfg.reward, cfg.seed) if cfg.model else LetterTask(cfg.seed)
 
 
@@ -3086,7 +3085,7 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 class UserProcess:
     """Runs `call_task` in a process that is killed when late, with all that it has started.
 
-    Plain functions score one group after another, coroutines all groups at once; each gets
+    Plain functions score group after group, coroutines all groups at once, each within
     --reward-deadline.
     """
 
@@ -3097,11 +3096,11 @@ class UserProcess:
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
         results: list[Any] = []
         while len(results) < len(groups):
-            results += self.call(method, groups[len(results) :][:64])
+            results += self.call(method, groups[len(results) :][:64])  # one or more
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
-        """Returns results of one group or more, as `call_task` does."""
+        """Returns results of one group or more."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3110,8 +3109,8 @@ class UserProcess:
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
             args = (call_task, self.cfg, method, groups)
-            # Unnamed: a traceback with the future would keep `self` from __del__. 2 s more, as late
-            # coroutines time out by themselves.
+            # Unnamed, so that no traceback keeps the future, and with it `self`, alive. 2 s more:
+            # late coroutines time out by themselves.
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
@@ -3127,21 +3126,21 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks. The child computes; when it or the worker ends, the parent kills the rest."""
-    os.setpgid(0, 0)  # not the worker's
+    """Forks: the child computes. At its or the worker's end, the parent kills the rest."""
+    os.setpgid(0, 0)  # the worker's kill spares it
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a script: imports from the current folder, and any start method.
+        # As in a script, one may import from this folder, and set a start method.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
     worker: Any = multiprocessing.parent_process()
     multiprocessing.connection.wait([worker.sentinel, os.pidfd_open(child)])
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while pids := children.read_text().split():
+    while pids := children.read_text().split():  # until no orphan comes
         for pid in pids:
             os.kill(int(pid), signal.SIGKILL)
         os.wait()
@@ -3152,7 +3151,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns the results of the groups up to the first without coroutines."""
+    """Returns results of groups, through the first that has no coroutines."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3192,7 +3191,7 @@ async def awaited(result: Any, limit_s: float) -> Any:
 
 
 def converted(method: str, result: Any, prompt: Prompt) -> Any:
-    """Returns the rewards of an episode or its next turn, or the reason why there are none."""
+    """Returns the rewards of an episode, its next turn, or why there are none."""
     try:
         if isinstance(result, BaseException):
             raise result
@@ -3224,19 +3223,19 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 
 
 # == 13. RECOVERY ====
-# Problem. A run takes days; a machine or the trainer fails sooner. Without the optimizer state and
-#   the position in the data, Adam's moments are 0, and prompts are skipped or drawn twice.
+# Problem. A run takes days; a machine or the trainer fails sooner. Weights are not enough: Adam's
+#   moments would be 0, and prompts skipped or drawn twice.
 # Rule. A checkpoint is one file: weights and moments in fp32, which prompts were drawn and which
 #   were in flight, and the log. It gets its name once it is synced to disk. No random state is
 #   saved: prompts' numbers are the seeds.
-# Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic, for each of three files:
-#   the newest two, and the one that is being written.
+# Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic (14), for each of three
+#   files: the newest two, and the next.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    groups in flight at step 50 are sampled again, before others
-#   synchronous          with as many generators and cores: equal bit for bit
+#   synchronous          equal bit for bit, with as many generators and cores
 #   asynchronous         the same prompts are drawn; samples and their order differ
 
 
@@ -3270,7 +3269,7 @@ async def with_restarts(
                 await run.trainer.request(restore, path)
             return await work(run)
         except (ReplicaLost, ActorError, SupervisionError) as error:
-            # After a signal: an error may come instead of CancelledError.
+            # A signal may cause an error instead of CancelledError.
             task: Any = asyncio.current_task()
             if task.cancelling():
                 raise CancelledError from error
@@ -3287,7 +3286,7 @@ async def with_restarts(
 
 
 def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> Iterator[Prompt]:
-    # In place: the next checkpoint has the rest.
+    # Pops in place: the next checkpoint has the rest.
     while requeued:
         yield task.prompt(requeued.pop(0))
     yield from new
@@ -3296,7 +3295,7 @@ def requeued_first(task: Task, requeued: list[int], new: Iterator[Prompt]) -> It
 async def train_saved(
     run: Run, checkpoints: Checkpoints, evaluate: Callable[[], Awaitable[Any]]
 ) -> None:
-    """Trains until step cfg.steps. With --checkpoint, a run that ends early is saved."""
+    """Trains until cfg.steps. Saves at intervals; with --checkpoint also when it ends."""
     cfg: Any = run.cfg
 
     async def pause(step: int) -> None:
@@ -3334,7 +3333,7 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints of a folder, which one run uses."""
+    """The newest two checkpoints, in a folder of one run."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3347,7 +3346,7 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """Returns the newest first. Ignores other names: step_best.pt."""
+        """Returns the newest first, without step_best.pt."""
         paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d+\.pt", p.name)]
         return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
 
@@ -3378,13 +3377,13 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns a dict, in which groups in flight are requeued."""
+    """Returns a dict with groups in flight requeued."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a file of torch.save. Raises BadZipFile if it is cut, or a checksum does not match."""
+    """Reads the progress of a checkpoint. Raises BadZipFile if it is damaged."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
@@ -3393,7 +3392,7 @@ def read_progress(path: Path) -> SavedProgress:
 
 
 def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
-    """Gathers the state from all ranks, and writes it in rank 0."""
+    """Gathers the state of all ranks; rank 0 writes it."""
     from torch.distributed.checkpoint import state_dict
 
     require_finite(trainer)
@@ -3412,9 +3411,9 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 
 def require_finite(trainer: Trainer) -> None:
-    """Raises RunError if weights are not finite, or so large that logits cannot be."""
-    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))
-    # q k has four weights, with those of norms: (1e9)^4 < 3.4e38. NaN fails, too.
+    """Raises RunError if weights are not finite, or too large for finite logits."""
+    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # over all ranks
+    # q * k multiplies four weights, two of norm layers: (1e9)^4 < 3.4e38. NaN fails, too.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
@@ -3427,7 +3426,7 @@ def export(trainer: Trainer, folder: str) -> None:
     if current_rank().rank > 0:
         return
     try:
-        # Of an older export, in shards or another format.
+        # An older export may have these, for another format.
         for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
@@ -3448,7 +3447,7 @@ def write_durably(path: Path, content: Record | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-    except RuntimeError as error:  # of torch.save; its context is the OSError
+    except RuntimeError as error:  # torch.save hides the OSError in its context
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
@@ -3517,7 +3516,7 @@ async def demo_recovery(report: Report) -> None:
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #
-# Cost. A copy of the model, besides the checkpoints.
+# Cost. One more copy of the model.
 
 
 async def run_user_command(report: Report, cfg: Flags) -> Record:
@@ -3535,11 +3534,11 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
-    """flags: the user's, which are saved now that the run has begun."""
+    """Runs a command. flags: the user's, saved once the run has begun."""
     cfg = run.cfg
     if cfg.train:
         save_flags(flags, checkpoints.folder)
-    # A resumed run takes version 0 as --model.
+    # A resumed run takes version 0 as --model, for --kl.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
@@ -3605,9 +3604,9 @@ class UserRun(Run):
             self.trainer, setup_args=(cfg, learner, self.version), num_ranks=cfg.trainers
         )
         self.min_groups = cfg.trainers
-        reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
+        reader: Any = BlockReader if cfg.device == "cuda" else WeightReader  # see ON GPUS
         if hosts:
-            reader = partial(relayed_reader, hosts.outlet, reader)
+            reader = partial(relayed_reader, hosts.outlet, reader)  # 16a
         # The GPUs of a worker host are for generators only.
         load = partial(load_policy, dtype=dtype_of(cfg), num_before=0 if hosts else cfg.trainers)
         self.generators = replace(
@@ -3650,7 +3649,7 @@ class UserRun(Run):
             sampled = await self.request_accepted(episodes, seed)
             if not self.task.reply:
                 return sampled
-            conversations = [[(e.prompt, e.responses)] for e in sampled]
+            conversations = [[(e.prompt, e.responses)] for e in sampled]  # a group each
             ask = partial(self.reward_workers.request, "ask", "reply")
             replies = await scatter_gather(conversations, self.cfg.reward_workers, ask)
             episodes = []
@@ -3665,7 +3664,7 @@ class UserRun(Run):
         return sorted(ended, key=lambda e: e.prompt.number)
 
     async def request_accepted(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
-        """Makes one request. One that raises is halved, so that a bad prompt costs only itself."""
+        """Makes one request. If it raises, halves it, so that only a bad prompt is lost."""
         try:
             return await super().request_rollout(episodes, seed)
         except ActorError as error:
@@ -3684,7 +3683,7 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(self.step_and_log(groups))
+        await finished(self.step_and_log(groups))  # or weights and rows differ
 
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
@@ -3736,7 +3735,7 @@ def write_line(file: TextIO, row: Record) -> None:
 
 
 async def report_waiting(run: Run) -> None:
-    """Prints who is busy, if 30 s pass without a step."""
+    """Prints busy workers if 30 s pass without a step."""
     while True:
         num_steps = run.version
         await sleep(30)
@@ -3751,7 +3750,7 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(row: Record) -> str:
-    """Returns the line of a step, with a sample for steps 1, 11, 21."""
+    """Returns the line of a step; steps 1, 11, 21 show a sample."""
     line = (
         f"step {row['step']:4}  reward {row['reward']:.3f}  staleness {row['staleness']}"
         f"  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}  grad {row['grad_norm']:.2g}"
@@ -3779,7 +3778,7 @@ class UserLearner(Learner):
         self.penalty = penalty
 
     def step(self, episodes: list[Episode]) -> StepStats:
-        """A trainer of one rank retries once with smaller micro-batches if memory runs out."""
+        """Retries once with half the tokens if a single rank runs out of memory."""
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
@@ -3812,12 +3811,12 @@ class UserLearner(Learner):
 
     def rows_to_train(self, advantage: list[list[float]]) -> list[int]:
         rows = super().rows_to_train(advantage)
-        keeps_all = self.penalty or len(rows) < self.num_ranks
+        keeps_all = self.penalty or len(rows) < self.num_ranks  # each rank needs one
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers a layer on all ranks at once: all need equally many parts. Lengths 9 8 7 6 5,
-        # 2 ranks: rank 0 has 9 7 5, `longest` 9 7, cut 9 | 7. So 0: 9 | 7 5; 1: 8 | 6.
+        # FSDP gathers a layer on all ranks at once: they need equally many parts, so cut `longest`.
+        # Lengths 9 8 7 6 5: `longest` 9 7 is cut 9 | 7. Rank 0 has 9 | 7 5, and rank 1 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3840,7 +3839,7 @@ def whole_state(policy: Policy) -> Weights:
 
 
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
-    """Runs in each rank of the trainer. Its parts follow."""
+    """Runs in each rank of the trainer. Parts: below, ON GPUS, 14, 15."""
     rank = current_rank().rank
     dtype = dtype_of(cfg)
     policy = load_policy(cfg, rank, torch.float32)
@@ -3852,7 +3851,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        reference = HubPolicy(cfg, dtype)  # of version 0; computes as the policy
+        reference = HubPolicy(cfg, dtype)  # version 0, in the policy's dtype
         reference.model.load_state_dict(whole_state(policy))
         reference.has_chunks = policy.has_chunks
         penalty = partial(divergence, reference, cfg.kl)
@@ -3867,7 +3866,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
 
 
 def load_policy(cfg: Flags, number: int, dtype: torch.dtype, num_before: int = 0) -> HubPolicy:
-    """number: the trainer's rank or the generator's number. num_before: offset of its GPU."""
+    """number: of the trainer's rank or the generator. num_before: offset of its GPU."""
     # More threads than cores would wait for each other.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
@@ -3916,7 +3915,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # Held-out prompts come alone, and use the task's reward.
+        # All or none are held out. Evaluations use the task's reward.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -3928,7 +3927,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
 
 
 def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episode:
-    """Returns an episode as if these responses, as plain text, were sampled."""
+    """Returns an episode as if these plain texts were sampled."""
     episode = Episode(prompt, responses=responses)
     for turn, response in enumerate(responses):
         episode.add_prompt(policy.prompt_ids(prompt, turn))
@@ -3955,7 +3954,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # less noise
     size = 4 * learner.cfg.prompts_per_step
     # At least one prompt in ten must fit.
     right = right_episodes(learner.policy, islice(prompts, 10 * size * num_steps))
@@ -3980,7 +3979,7 @@ OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log json"
 
 
 def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
-    """Adds the flags of --checkpoint, which are checked like given ones."""
+    """Adds the flags of --checkpoint, checked like given ones."""
     folder = given.get("checkpoint", "")
     file = Path(folder, "flags.json")
     if not folder:
@@ -4014,7 +4013,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # Cost. Memory of idle processes.
 
 
-# PR_SET_PDEATHSIG: killed with its parent. Monarch asks for it after its imports: too late.
+# PR_SET_PDEATHSIG kills it with its parent. Monarch sets it too late, after its imports.
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -4023,10 +4022,10 @@ if os.getppid() == {}:  # else its parent has ended already
 
 
 def prepare_process() -> None:
-    # The user's folder; "": the current one.
+    # The user's folder, or "", the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # ENDING signals to all processes must not end workers before the save: the handler getpid
-    # has no effect. SIG_IGN would be inherited by the user's programs.
+    # Signals that end a command (ENDING) reach workers, too, but a save needs these. getpid is a
+    # handler without effect; the user's programs would inherit SIG_IGN.
     libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
@@ -4041,7 +4040,7 @@ class WarmPool(Pool):
         self.command.args = ["-c", START.format(os.getpid())]
 
     async def start(self, num_ranks: int) -> Processes:
-        # Dead ones fail in `setup`.
+        # A dead one fails in `setup`.
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4061,7 +4060,7 @@ class WarmPool(Pool):
 
 
 def release(worker: Worker) -> None:
-    # Monarch keeps stopped actors.
+    # Monarch does not free actors.
     vars(worker).clear()
     torch.cuda.empty_cache()
 
@@ -4069,7 +4068,7 @@ def release(worker: Worker) -> None:
 # == ON GPUS ====
 # Problem. A copy of each tensor into ordinary memory moves 1 GB/s; the bus of a GPU has 55. Python
 #   starts hundreds of kernels per token, and the GPU waits for it. The logits of 8,192 tokens over
-#   a vocabulary of 150,000 take 5 GB in fp32, several times.
+#   a vocabulary of 150,000 take several times 5 GB in fp32.
 # Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
 #   Compute logits in chunks, and again in the backward pass.
 # Cost. A block of weights on each side, and a cache of fixed length.
@@ -4077,11 +4076,11 @@ def release(worker: Worker) -> None:
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block, of which its weights are views
 #
-# Rank r of the trainer computes on GPU r, generator i on GPU trainers + i, modulo their number.
+# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo the GPUs' number.
 
 
 def device_of(cfg: Flags) -> str:
-    """Returns --device, or by default "cuda" if each rank of the trainer has a GPU."""
+    """Returns --device, by default "cuda" if each trainer rank has a GPU."""
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
@@ -4093,7 +4092,7 @@ def dtype_of(cfg: Any) -> torch.dtype:
 
 
 def use_gpu(number: int) -> None:
-    """Makes one GPU the current one of this thread."""
+    """Selects the GPU of this thread."""
     torch.cuda.set_device(number % (torch.cuda.device_count() or 1))
     free, total = torch.cuda.mem_get_info()
     gpu = torch.cuda.current_device()
@@ -4115,14 +4114,14 @@ def pin(arena: Arena) -> None:
 class BlockWriter(WeightWriter):
     """A writer of weights on a GPU, or in another dtype than the slot's.
 
-    `publish` casts them into a block; then they may change. One copy moves the block into a slot:
-    on a CPU a memmove, on a GPU on a stream of its own, beside the next step.
+    `publish` casts them into a block; then they may change. One copy moves the block into a slot,
+    on a GPU beside the next step.
     """
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
         copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
-        super().__init__(copies, num_readers)
+        super().__init__(copies, num_readers)  # now in one block
         if self.block.is_cuda:
             pin(self.arena)
             self.stream = torch.cuda.Stream()
@@ -4160,20 +4159,20 @@ class BlockReader(WeightReader):
 class GraphDecoder(Decoder):
     """Decodes by a CUDA graph: the kernels of one token, recorded once and replayed by one call.
 
-    A graph has fixed shapes and addresses. So the cache has a fixed length, rows that have ended
-    stay in the batch, and new weights lie where the old ones did (BlockReader).
+    A graph has fixed shapes and addresses. So the cache has a fixed length, finished rows stay in
+    the batch, and new weights lie where the old ones did (BlockReader).
 
-    prefilled: gives the layers. length: columns of the cache.
+    prefilled: has the layers. length: columns of the cache.
     """
 
     def __init__(self, prefilled: Decoder, num_rows: int, length: int) -> None:
         from transformers.cache_utils import Cache, StaticLayer
 
-        self.policy = weakref.proxy(prefilled.policy)  # its owner
+        self.policy = weakref.proxy(prefilled.policy)  # it owns this: no cycle
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Sliding windows get a whole cache, too: the mask has them. Only shapes are read.
+        # Layers with a sliding window, too: the mask hides the rest. Only shapes are read.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
@@ -4181,17 +4180,17 @@ class GraphDecoder(Decoder):
         self.cache = Cache(layers=layers)
         self._pass()  # warms up the libraries
         self.graph = torch.cuda.CUDAGraph()
-        # By default the stream may be of another GPU.
+        # Else the stream may be of another GPU, and calls of other threads fail.
         how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
 
     def begin(self, prefilled: Decoder) -> Decoder:
-        """Takes over the rows of a decoder. Causality hides later columns."""
+        """Takes over the rows of a decoder. The causal mask hides later columns."""
         num_rows, width = prefilled.mask.shape
         self.cache.reset()  # a masked NaN would still spoil a sum
         for fixed, grown in zip(self.cache.layers, prefilled.cache.layers):
-            # Of a sliding window there are only the last columns.
+            # A sliding window keeps only its last columns.
             columns = slice(width - grown.keys.shape[2], width)
             fixed.keys[:num_rows, :, columns] = grown.keys  # [B, heads, columns, size]
             fixed.values[:num_rows, :, columns] = grown.values
@@ -4201,7 +4200,7 @@ class GraphDecoder(Decoder):
         self.positions.zero_()
         self.positions[:num_rows] = prefilled.mask.sum(1, keepdim=True) - 1
         self.logits = prefilled.logits
-        self.rows = torch.arange(num_rows, device=self.mask.device)  # those that go on
+        self.rows = torch.arange(num_rows, device=self.mask.device)  # unfinished rows
         return self
 
     def _pass(self) -> Tensor:
@@ -4210,7 +4209,7 @@ class GraphDecoder(Decoder):
         return self.next_logits(self.ids, self.positions)
 
     def append(self, rows: list[list[int]]) -> None:
-        """Feeds one id to each row that goes on."""
+        """Feeds one id to each unfinished row."""
         # The kernels read and write where they were recorded.
         self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
         self.graph.replay()
@@ -4221,10 +4220,10 @@ class GraphDecoder(Decoder):
 
 
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what Policy.token_logprobs does, with the logits of some tokens at a time.
+    """Computes Policy.token_logprobs with the logits of some tokens at a time.
 
-    The head, the model's last layer, here returns [N, 2] in place of logits. The model's own
-    forward runs, so that FSDP's hooks do, too.
+    The head, the model's last layer, here returns [N, 2], not logits. The model's own forward
+    runs, and FSDP's hooks with it.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -4272,7 +4271,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 
 
 def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with one output per token, initially 0, for logits."""
+    """Returns a copy of the policy with one output per token, at first 0, not logits."""
     from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4308,7 +4307,7 @@ class Critic:
         advantage = padded([gains(e, row) for e, row in zip(episodes, values.tolist())], device)
         # V + advantage: the later rewards.
         self.learn(ids, is_sampled, values + advantage, size)
-        advantage[is_sampled] = advantages(advantage[is_sampled], "group")
+        advantage[is_sampled] = advantages(advantage[is_sampled], "group")  # over the batch
         return [row[: len(e.ids)] for e, row in zip(episodes, advantage.tolist())]
 
     def values(self, ids: Tensor) -> Tensor:
@@ -4351,7 +4350,7 @@ def lone_run(
 
 
 def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
-    """Returns the share of right letters at the end of training on one turn of LetterTask.
+    """Returns the share of right letters after training on one turn of LetterTask.
 
     The reward is this share plus -1.5 to 1.5, the mood of a user: the first letter.
     """
@@ -4392,10 +4391,10 @@ async def demo_critic(report: Report) -> None:
 
 
 # == 15. REWARD MODEL ====
-# Problem. For most of what people want there is no reward function. A network can learn which of
-#   two responses people prefer, but is right only about responses like the compared ones. If people
-#   want exactly one a, a network that counts each a is right about "bab" and "bob"; but it rates
-#   "aaaa", which nobody compared, highest, and the policy finds it.
+# Problem. Most of what people want has no reward function. A network can learn which of two
+#   responses they prefer, but is right only about responses like these. If people want exactly one
+#   a, a network that counts each a is right about "bab" and "bob"; but it rates "aaaa", which
+#   nobody compared, highest, and the policy finds it.
 # Rule. Keep the policy where the reward model is right: its divergence from the first version is
 #   penalized (--kl).
 # Cost. A second network, and the policy gains less.
@@ -4423,7 +4422,7 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
 
 
 class RewardModel:
-    """Learns from comparisons, and then scores groups."""
+    """Learns from comparisons, then scores groups."""
 
     def __init__(self, cfg: Flags) -> None:
         self.cfg = cfg
@@ -4501,11 +4500,11 @@ class TasteTask(Task):
 
 
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
-    price = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
+    penalty = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg)
     liked = []
     learned = []
-    learner = UserLearner(policy, cfg, penalty=price)
+    learner = UserLearner(policy, cfg, penalty=penalty)
     for episodes in lone_run(learner, training_prompts(task), cfg.steps):
         for group in groups_of(episodes):
             rewards: Any = model([(e.prompt, e.responses) for e in group])
@@ -4530,7 +4529,7 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    prompts = list(islice(training_prompts(task), 250))
+    prompts = list(islice(training_prompts(task), 250))  # 4 pairs each
     with open(file, "w") as lines:
         for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
             task.compare(group, lines)
@@ -4539,21 +4538,21 @@ async def demo_reward_model(report: Report) -> None:
     kinds = (cfg, replace(cfg, kl=0.4))
     rows = await gather(*[service.request(train_on_taste, kind, policy, task) for kind in kinds])
     report.table(rows)
-    nothing, price = rows
-    fall = nothing["liked, best"] - nothing["liked, end"]
+    free, with_kl = rows
+    fall = free["liked, best"] - free["liked, end"]
     report.check("fall of the liked share, without a remedy", fall, ">", 0.25)
-    report.check("liked share at the end, with --kl", price["liked, end"], ">", 0.3)
+    report.check("liked share at the end, with --kl", with_kl["liked, end"], ">", 0.3)
     await service.close()
 
 
 # == 16. HOSTS ====
-# Terms. On a *worker host* a process, the *Monarch host*, starts generators, each with an *agent*
-#   for pings. The *relay*, a thread of one, asks the trainer's side, the *outlet*, for versions.
+# Terms. A *worker host* runs a *Monarch host*, a process that starts generators, each with an
+#   *agent* for pings. One runs the *relay*, a thread that asks the trainer's *outlet* for versions.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
-#   and if a command fails, its processes elsewhere keep running.
+#   and remote processes outlive a failed command.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
-#   generators there read. Without an answer to pings the host is lost, and a new Monarch host is
-#   started. A Monarch host without pings is killed.
+#   generators there read. A host that answers no ping is lost, and a new one is started. A Monarch
+#   host without pings is killed.
 # Cost. One transfer per version and host, and the work of a lost host.
 #
 #   machine of the command                    worker host
@@ -4581,7 +4580,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Without a relay, the generators of this host would sample from old weights.
+        # Ends the host (HostProcess): its generators would sample from old weights.
         os._exit(1)
 
 
@@ -4650,7 +4649,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 
 
 def this_url() -> str:
-    """Returns the URL of this machine without a port, such as "tcp://node7"."""
+    """Returns this machine's URL without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of the CA
         return f"tls://{address}"
@@ -4777,9 +4776,9 @@ class HostPool(Pool):
 
 @stage(instead="version, slot = divmod(self.arena.words[0], self.arena.num_slots)")
 async def demo_hosts(report: Report) -> None:
-    """Another host costs one copy per version, and a lost host its work in progress."""
+    """A host costs one transfer per version. No read is torn, though a host is lost."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format
+    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format  # as --worker
     workers = [start_python(serve(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
@@ -4799,7 +4798,7 @@ async def demo_hosts(report: Report) -> None:
     read = partial(service.request, "read", 25, 1, True)
     reading = gather(read(), read())
     await sleep(0.1)
-    await service.replicas[0].processes.kill()
+    await service.replicas[0].processes.kill()  # its host: two replicas
     answers = await reading
     await service.until_ready(4)
     answers += await gather(read(), read())
@@ -4807,6 +4806,7 @@ async def demo_hosts(report: Report) -> None:
     num_transfers = await pool.outlet.traffic.call_one()
     publishing.cancel()
     report.check("torn reads of 100", sum(answers), "==", 0)
+    report.check("replicas lost with their host", len(service.failures), "==", 2)
     report.check("transfers of a version to a host", max(num_transfers.values()), "==", 1)
     await service.close()
     for worker in workers:
@@ -4951,7 +4951,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
 
 
 def real_paths(*paths: str) -> set[str]:
-    """Returns absolute paths: of "rewards.py:score", that of rewards.py."""
+    """Returns absolute paths: for "a.py:score" that of a.py."""
     return {os.path.realpath(path.rsplit(":", 1)[0]) for path in paths if path}
 
 
@@ -5034,7 +5034,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")
-        # The owner handles faults.
+        # `Service` handles faults.
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError) as error:
