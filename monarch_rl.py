@@ -223,10 +223,10 @@ class Accumulator(Actor):
         self.total = 0
 
     @endpoint  # mechanism: hello_actor
-    async def add(self, pause_s: float = 0.0005) -> None:
+    async def add(self) -> None:
         total = self.total
         # An overlapping call would read the same total during the pause.
-        await sleep(pause_s)
+        await sleep(0.0005)
         self.total = total + 1
 
     @endpoint
@@ -1304,7 +1304,6 @@ class ShardWorker(Worker):
         return self.writer.handle
 
     def publish(self) -> int:
-        """Returns the bytes that this rank has written."""
         self.writer.publish(1)
         self.writer.wait()
         return self.writer.written_bytes
@@ -1487,7 +1486,6 @@ class Episode:
             self.add(token, 0, 0.0)
 
     def add_reply(self, reply: Turn) -> None:
-        """Appends a turn by an environment."""
         reply = replace(reply, is_reply=True)
         self.prompt = replace(self.prompt, turns=(*self.prompt.turns, reply))
 
@@ -1582,16 +1580,14 @@ class Policy:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
         ids: [B, T], padded on the right.
-        is_sampled: [B, T - 1], of the tokens from the second on.
+        is_sampled: [B, T]; the first tokens are not.
         """
         # No mask: the padding is on the right, which no sampled token attends to. Logits, the
         # largest tensor of a pass, are computed only where some row has sampled.
-        columns = is_sampled.any(0).nonzero().flatten()  # [C]
+        columns = is_sampled[:, 1:].any(0).nonzero().flatten()  # [C]
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
         # Position t predicts token t + 1. Logits, targets: [B, C, ...] -> [N, ...].
-        is_kept = is_sampled[:, columns]
-        targets = ids[:, columns + 1][is_kept]  # [N]
-        return self.logprobs_of(logits[is_kept], targets)
+        return self.logprobs_of(logits[is_sampled[:, columns + 1]], ids[is_sampled])
 
     def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns [N] log-probabilities of targets, and [N] entropies. logits: [N, V]."""
@@ -1773,10 +1769,10 @@ def padded(rows: list[list[Any]], device: torch.device) -> Tensor:
 
 
 def tensors_of(episodes: list[Episode], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids [B, T], is_sampled [B, T - 1], and recorded log-probabilities [N]."""
+    """Returns ids [B, T], is_sampled [B, T], and recorded log-probabilities [N]."""
     ids = padded([episode.ids for episode in episodes], device)
-    is_sampled = padded([episode.turn_of for episode in episodes], device)[:, 1:] > 0
-    logprobs = padded([episode.logprobs for episode in episodes], device)[:, 1:]
+    is_sampled = padded([episode.turn_of for episode in episodes], device) > 0
+    logprobs = padded([episode.logprobs for episode in episodes], device)
     return ids, is_sampled, logprobs[is_sampled]
 
 
@@ -1922,9 +1918,7 @@ def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Con
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    loss.__name__: loss for loss in (reinforce, ppo, decoupled)
-}
+LOSSES = {"reinforce": reinforce, "ppo": ppo, "decoupled": decoupled}
 
 # -- 10a. The learner ---
 
@@ -1935,7 +1929,7 @@ class Batch:
 
     num_tokens: int  # sampled in all episodes of a step: the denominator of the loss
     ids: Tensor  # [B, T]
-    is_sampled: Tensor  # [B, T - 1]
+    is_sampled: Tensor  # [B, T]
     old_logprobs: Tensor  # [N]
     advantage: Tensor  # [N]
     prox_logprobs: Tensor | None = None  # [N], from the first update on
@@ -2039,7 +2033,7 @@ class Learner:
         batches = []
         for part in self.partition(rows, episodes):
             ids, is_sampled, old_logprobs = tensors_of([episodes[row] for row in part], device)
-            gains = padded([advantage[row] for row in part], device)[:, 1:][is_sampled]  # [N]
+            gains = padded([advantage[row] for row in part], device)[is_sampled]  # [N]
             batches.append(Batch(num_tokens, ids, is_sampled, old_logprobs, gains))
         return batches
 
@@ -2745,7 +2739,7 @@ class Flags(Config):
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would punish them.
-# Cost. Two more processes per reward worker, and one more message per group.
+# Cost. Two more processes per reward worker.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -3100,7 +3094,6 @@ class UserProcess:
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
-        """Returns results of one group or more."""
         limit_s = self.cfg.reward_deadline
         try:
             if not self.pid:
@@ -3347,8 +3340,7 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns the newest first, without step_best.pt."""
-        paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d+\.pt", p.name)]
-        return sorted(paths, key=lambda path: int(path.stem[5:]), reverse=True)
+        return sorted(self.folder.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
         """Returns the newest intact checkpoint, or ("", SavedProgress())."""
@@ -3712,7 +3704,7 @@ class UserRun(Run):
 
 
 def sample_row(episode: Episode) -> Record:
-    """Returns a line of --samples: a whole conversation, as chat messages."""
+    """Returns a line of --samples: a whole conversation."""
     messages = []
     for turn, response in zip(episode.prompt.turns, episode.responses):
         messages += [*turn.messages, {"role": "assistant", "content": response}]
@@ -3726,12 +3718,9 @@ def sample_row(episode: Episode) -> Record:
 
 
 def write_line(file: TextIO, row: Record) -> None:
-    """Writes a line of JSON, with null for NaN. Raises RunError, which names the file."""
+    """Writes a line of JSON, with null for NaN."""
     finite = json.loads(json.dumps(row), parse_constant=lambda name: None)
-    try:
-        file.write(json.dumps(finite) + "\n")
-    except OSError as error:
-        raise RunError(f"{file.name}: {error}") from error
+    file.write(json.dumps(finite) + "\n")
 
 
 async def report_waiting(run: Run) -> None:
@@ -3782,7 +3771,7 @@ class UserLearner(Learner):
         try:
             return super().step(episodes)
         except torch.OutOfMemoryError:
-            if self.num_ranks > 1 or self.critic:
+            if self.num_ranks > 1 or self.critic or self.cfg.epochs > 1:
                 raise
             half = self.cfg.tokens_per_micro_batch // 2
         # After `except` the tensors of the failed pass are gone.
@@ -3858,9 +3847,6 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     learner = UserLearner(policy, cfg, rank, critic, penalty)
     weights = dict(policy.model.named_parameters())
-    # One memory copy, if nothing is converted.
-    if cfg.trainers == 1 and all(w.is_cpu and w.dtype == dtype for w in weights.values()):
-        return learner, WeightWriter(weights, cfg.generators)
     make_writer = ShardedWriter if cfg.trainers > 1 else BlockWriter
     return learner, make_writer(weights, cfg.generators, dtype)
 
@@ -3975,7 +3961,7 @@ def warm_start(trainer: Trainer, num_steps: int) -> None:
 # -- flags that are kept ---
 
 # Not saved:
-OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log json".split()
+OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log samples json".split()
 
 
 def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
@@ -4017,7 +4003,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-if os.getppid() == {}:  # else its parent has ended already
+if os.getppid() == {}:  # else its parent is gone
     runpy.run_module("monarch._src.actor.bootstrap_main", None, "__main__", True)"""
 
 
@@ -4086,13 +4072,12 @@ def device_of(cfg: Flags) -> str:
 
 
 def dtype_of(cfg: Any) -> torch.dtype:
-    """Returns the dtype of forward passes and slots: --dtype, by default bfloat16 on GPUs."""
+    """Returns --dtype, by default float32, or bfloat16 on GPUs."""
     default = "bfloat16" if cfg.device == "cuda" else "float32"
     return getattr(torch, cfg.dtype or default)
 
 
 def use_gpu(number: int) -> None:
-    """Selects the GPU of this thread."""
     torch.cuda.set_device(number % (torch.cuda.device_count() or 1))
     free, total = torch.cuda.mem_get_info()
     gpu = torch.cuda.current_device()
@@ -4112,7 +4097,7 @@ def pin(arena: Arena) -> None:
 
 
 class BlockWriter(WeightWriter):
-    """A writer of weights on a GPU, or in another dtype than the slot's.
+    """Publishes weights on any device, in any dtype.
 
     `publish` casts them into a block; then they may change. One copy moves the block into a slot,
     on a GPU beside the next step.
@@ -4128,7 +4113,7 @@ class BlockWriter(WeightWriter):
 
     def publish(self, version: int) -> None:
         self.wait()  # the copy of the version before still reads the block
-        # A GPU casts after the step and before the next one, in the order of its main stream.
+        # A GPU casts between two steps, in the order of its main stream.
         torch._foreach_copy_([*self.tensors.values()], self.sources)  # pyright: ignore
         if self.block.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -4209,7 +4194,6 @@ class GraphDecoder(Decoder):
         return self.next_logits(self.ids, self.positions)
 
     def append(self, rows: list[list[int]]) -> None:
-        """Feeds one id to each unfinished row."""
         # The kernels read and write where they were recorded.
         self.ids[self.rows] = torch.tensor(rows, device=self.ids.device)
         self.graph.replay()
@@ -4227,8 +4211,8 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     """
     from torch.utils.checkpoint import checkpoint
 
-    columns = is_sampled.any(0).nonzero().flatten()
-    targets = ids[:, 1:][is_sampled]  # [N]
+    columns = is_sampled[:, 1:].any(0).nonzero().flatten()
+    targets = ids[is_sampled]  # [N]
     head: Any = policy.model.get_output_embeddings()
     logits_of = head.forward
     # Logits of 64 MiB in fp32; on a GPU, where small products are slow, 512 MiB.
@@ -4241,7 +4225,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     def in_chunks(hidden: Tensor) -> Tensor:
         """[B, columns, H] -> [N, 2]. The backward pass computes each chunk again."""
         chunks = []
-        parts = hidden[is_sampled[:, columns]].split(size)
+        parts = hidden[is_sampled[:, columns + 1]].split(size)
         for part, some in zip(parts, targets.split(size)):
             chunks.append(checkpoint(of_chunk, part, some, use_reentrant=False))
         return torch.cat(chunks)
@@ -4299,8 +4283,7 @@ class Critic:
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
         """Returns the advantage of each token. Trains the critic on the same batch."""
         device = self.network.device
-        ids = padded([e.ids for e in episodes], device)  # [B, T]
-        is_sampled = padded([e.turn_of for e in episodes], device) > 0
+        ids, is_sampled, _ = tensors_of(episodes, device)  # [B, T] each
         size = max(1, self.cfg.tokens_per_micro_batch // ids.shape[1])
         with torch.no_grad():
             values = torch.cat([self.values(part) for part in ids.split(size)])
@@ -4440,8 +4423,7 @@ class RewardModel:
 
     def scores(self, episodes: list[Episode]) -> Tensor:
         """Returns scores [B]: the mean over the sampled tokens."""
-        ids = padded([e.ids for e in episodes], self.policy.device)
-        is_sampled = padded([e.turn_of for e in episodes], self.policy.device) > 0
+        ids, is_sampled, _ = tensors_of(episodes, self.policy.device)  # [B, T] each
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
@@ -4622,8 +4604,7 @@ def relayed_reader(
     # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        is_first = os.fstat(file.fileno()).st_size == 0
-        if is_first:
+        if not os.fstat(file.fileno()).st_size:  # the first call
             host_handle, arena = create_arena(handle.layout, handle.num_readers)
             pickle.dump(host_handle, file)
             # In this context the thread may send messages.
@@ -4639,8 +4620,7 @@ SILENCE_S = 5.0  # a host is lost after this time without a ping or answer
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Starts a program that ends with this process."""
-    # prctl(PR_SET_PDEATHSIG, SIGKILL)
+    """Starts a program that ends with this process, by PR_SET_PDEATHSIG."""
     return subprocess.Popen(
         [sys.executable, "-c", program],
         env=environ | variables,
@@ -4658,7 +4638,7 @@ def this_url() -> str:
 
 
 def serve_worker(folder: str, url: str) -> None:
-    """Runs one Monarch host after another, until a signal. url: without a port."""
+    """Runs one Monarch host after another, until a signal."""
     for number in ENDING:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     note = Path(folder, url.rpartition("/")[-1] + ".url")
@@ -4677,7 +4657,7 @@ def run_host(note: Path, url: str) -> None:
     program = f"""from monarch.actor import run_worker_loop_forever
 run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        # Each ping touches this file. The first may take 300 s longer.
+        # Pings touch this file. The first may take 300 s longer.
         pinged = Path(folder) / "pinged"
         pinged.touch()
         os.utime(pinged, (0, time.time() + 300))
@@ -4747,7 +4727,7 @@ class HostPool(Pool):
         deadline = time.monotonic() + 12 * SILENCE_S
         while True:
             urls = {*urls_in(self.folder)} - self.silent
-            if time.monotonic() > deadline:  # notes of machines that are gone
+            if time.monotonic() > deadline:  # notes of lost machines
                 urls -= {url for url in urls if self.lost[url].done()}
             for url in urls:
                 has_room = self.started[url] < self.num_processes / len(urls)
@@ -4763,8 +4743,8 @@ class HostPool(Pool):
         mesh = host.spawn_procs({"rank": 1})
         agent = mesh.spawn("agent", HostAgent)
         try:
-            pid = await wait_for(agent.ping.call_one(), 12 * SILENCE_S)  # imports may take long
-        except Exception:  # silence: the machine may be gone, and its note left
+            pid = await wait_for(agent.ping.call_one(), 12 * SILENCE_S)  # imports take long
+        except Exception:  # the machine may be gone, and its note left
             print(f"no answer from {url}")
             self.silent.add(url)
             return await self.start(1)
@@ -4856,10 +4836,8 @@ RENAMED = """
 def read_flags(argv: list[str] | None) -> Flags:
     """Returns the flags. Raises UsageError or ArgumentError."""
     # The comments of two classes are the help.
-    texts: dict[str, str] = {}
-    for name in ("Config", "Flags"):
-        _, _, source = THIS_FILE.read_text().partition(f"\nclass {name}")
-        texts |= re.findall(r"(\w+): .*  # (.*)", source.partition("\n\n\n")[0])
+    classes = re.findall(r"(?s)\nclass (?:Config|Flags)\b.*?\n\n\n", THIS_FILE.read_text())
+    texts = dict(re.findall(r"(\w+): .*  # (.*)", "".join(classes)))
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for each in fields(Flags):
@@ -4894,10 +4872,6 @@ def read_flags(argv: list[str] | None) -> Flags:
     return replace(cfg, lr=cfg.lr or (1e-6 if cfg.model else 1e-3))
 
 
-def line_with(text: str) -> int:
-    return THIS_FILE.read_text().partition(text)[0].count("\n") + 1
-
-
 async def run_stages(report: Report, cfg: Flags) -> Record:
     """Runs stages. Exceptions are failed checks."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
@@ -4909,8 +4883,9 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
         except Exception as error:
             traceback.print_exc()
             report.check(f"errors that ended the stage ({cause_of(error)})", 1, "==", 0)
-        changed = line_with("# mechanism: " + stage.name)
-        report.say(f"try: line {changed}, `{stage.instead}`; then --only {stage.name}")
+        before = THIS_FILE.read_text().partition("# mechanism: " + stage.name)[0]
+        number = before.count("\n") + 1
+        report.say(f"try: line {number}, `{stage.instead}`; then --only {stage.name}")
         if stage.name == cfg.stage:
             break
     print(f"\nstages with a failed check: {report.failed() or 'none'}")
@@ -4927,7 +4902,6 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_learned = cfg.reward == "model"
     inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
-    outputs = real_paths(cfg.log, cfg.samples, cfg.json, cfg.export)
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4945,7 +4919,9 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             cfg.device != "cuda" or device_of(replace(cfg, device="")) == "cuda"
         ),
         "--json: a file": os.path.isfile(cfg.json) or not os.path.exists(cfg.json),
-        "an output is also an input": inputs.isdisjoint(outputs),
+        "an output is also an input": (
+            inputs.isdisjoint(real_paths(cfg.log, cfg.samples, cfg.json, cfg.export))
+        ),
     }
     yield from [requirement for requirement, is_met in rules.items() if not is_met]
 
@@ -4960,8 +4936,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
     # "org/name" is a hub id, "./name" and "/a/b" are folders.
     is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
     model = cfg.model if cfg.model.startswith((".", "/", "~")) and not is_saved else ""
-    task = cfg.task if cfg.task.endswith(".jsonl") else ""
-    for path in (cfg.preferences, cfg.hosts, cfg.worker, model, task):
+    for path in (cfg.preferences, cfg.hosts, cfg.worker, model):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
     try:
@@ -4970,8 +4945,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         for file in (cfg.log, cfg.samples):
-            if file:
-                open(file, "a").close()
+            open(file or os.devnull, "a").close()
         if cfg.json:  # written at the end: no empty file is left
             tempfile.TemporaryFile(dir=Path(cfg.json).parent).close()
     except OSError as error:
