@@ -13,7 +13,6 @@ import inspect
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
@@ -36,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -108,20 +107,15 @@ class Command:
     def until(self, text: str) -> None:
         until(lambda: text in self.output() or self.process.poll() is not None, 200)
 
-    def end(self, limit_s: float = 600) -> tuple[int, str]:
-        """Its exit status and its output. No process of it may be left."""
-        status = self.process.wait(limit_s)
+    def end(self, status: int = 0) -> str:
+        """Its output, once it has ended with this exit status. No process of it may be left."""
+        assert self.process.wait(600) == status, self.output()
         until(lambda: not processes(self.mark), 10)
-        return status, self.output()
+        return self.output()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-def done(words: str, folder: Path) -> None:
-    status, output = Command(folder, words).end()
-    assert status == 0, output
 
 
 def have_same_weights(*folders: Path) -> bool:
@@ -299,10 +293,10 @@ def attack(folder: Path, tmp_path: Path, num_reads: int, num_strikes: int) -> li
 
 
 def test_no_read_is_torn_though_readers_are_killed_and_stopped(tmp_path: Path) -> None:
-    reads, torn, kills, stops, versions = attack(FOLDER, tmp_path, 200_000, 200)
+    reads, torn, kills, stops, versions = attack(FOLDER, tmp_path, 100_000, 100)
     assert torn == 0
-    assert reads >= 200_000
-    assert min(kills, stops) >= 50
+    assert reads >= 100_000
+    assert min(kills, stops) >= 30
     assert versions > 1000
     changed(tmp_path, "weight_sync")  # the same attack tears reads without leases
     assert attack(tmp_path, tmp_path, 50_000, 20)[1] > 0
@@ -311,48 +305,30 @@ def test_no_read_is_torn_though_readers_are_killed_and_stopped(tmp_path: Path) -
 # == reshard ====
 
 
-def random_layouts(num: int) -> Iterator[tuple[Any, Any, Any]]:
+def test_each_element_is_written_once() -> None:
+    """By the ranks of random meshes, each of which has the part that DTensor gives it."""
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     rng = random.Random(0)
-    for _ in range(num):
+    for _ in range(400):
         shape = tuple(rng.randint(1, 13) for _ in range(rng.randint(1, 3)))
         mesh = tuple(rng.randint(1, 4) for _ in range(rng.randint(1, 3)))
         choices = [Replicate(), *[Shard(dim) for dim in range(len(shape))]]
-        yield shape, mesh, [rng.choice(choices) for _ in mesh]
-
-
-def box_of_dtensor(shape: Any, mesh: Any, rank: Any, placements: Any) -> Any:
-    """The part of a tensor that DTensor has on a rank."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(rank), placements)
-    return tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
-
-
-def written(shape: Any, mesh: Any, placements: Any) -> float:
-    """What all ranks write into one slot over what is needed; the slot must be the whole."""
-    whole = torch.rand(shape) + 1
-    layout = m.layout_of({"a": whole})
-    slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
-    num_bytes = 0
-    for rank in itertools.product(*[range(size) for size in mesh]):
-        local = whole[box_of_dtensor(shape, mesh, rank, placements)]
-        tensor = SimpleNamespace(placements=placements, to_local=lambda local=local: local)
-        tensor.device_mesh = SimpleNamespace(shape=mesh)
-        tensor.device_mesh.get_coordinate = lambda rank=rank: list(rank)
-        writer = object.__new__(m.ShardedWriter)
-        writer.handle = SimpleNamespace(layout=layout)
-        writer.tensors = {"a": tensor}
-        writer.written_bytes = 0
-        writer.write(slot)
-        num_bytes += writer.written_bytes
-    assert torch.equal(layout[0].view(slot), whole)
-    return num_bytes / whole.nbytes
-
-
-def test_each_element_is_written_once() -> None:
-    assert {written(*layout) for layout in random_layouts(400)} == {1.0}
+        parts = [rng.choice(choices) for _ in mesh]
+        whole = torch.rand(shape) + 1
+        layout = m.layout_of({"a": whole})
+        slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
+        writer: Any = SimpleNamespace(handle=SimpleNamespace(layout=layout), written_bytes=0)
+        for rank in itertools.product(*[range(size) for size in mesh]):
+            size, offset = _compute_local_shape_and_global_offset(shape, mesh, [*rank], parts)
+            local = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            tensor = Mock(placements=parts, **{"to_local.return_value": local})
+            tensor.device_mesh = Mock(shape=mesh, **{"get_coordinate.return_value": rank})
+            writer.tensors = {"a": tensor}
+            m.ShardedWriter.write(writer, slot)
+        assert torch.equal(layout[0].view(slot), whole)
+        assert writer.written_bytes == whole.nbytes
 
 
 # == losses and the learner ====
@@ -371,13 +347,11 @@ def test_advantages_have_their_closed_forms() -> None:
     for kind in ("group", "leave_one_out"):
         equal = torch.linspace(0, 1, 99)[:, None].expand(99, 12)  # the mean of 0.1 is not 0.1
         assert not m.advantages(equal, kind).any()
-    with pytest.raises(ValueError, match="batch"):
-        m.advantages(rewards, "batch")
 
 
 def gradient(loss: str, logp: Any, recorded: Any, near: Any, gain: Any) -> Any:
-    logp = torch.as_tensor(logp, dtype=torch.float32).clone().requires_grad_()
-    found = m.LOSSES[loss](logp, torch.as_tensor(recorded), torch.as_tensor(near), gain, CFG)
+    logp = logp.clone().requires_grad_()
+    found = m.LOSSES[loss](logp, recorded, near, gain, CFG)
     return torch.autograd.grad(found.sum(), logp)[0]
 
 
@@ -389,21 +363,14 @@ def test_fresh_samples_give_the_gradient_of_reinforce(loss: str) -> None:
 
 # (ratio, advantage) of tokens that have a gradient, and of tokens that have none
 MOVES = [(1.1, 1.0), (0.9, 1.0), (0.1, 1.0), (0.9, -1.0), (1.3, -1.0), (2.9, -1.0)]
-STOPS = [(1.3, 1.0), (0.7, -1.0), (3.1, -1.0), (1e8, -1.0)]
+STOPS = [(1.3, 1.0), (0.7, -1.0), (3.1, -1.0), (1e50, -1.0), (1e50, 1.0)]
 
 
 def test_the_clip_stops_a_token_on_its_way_out_only() -> None:
-    for ratio, gain in MOVES + STOPS:
-        logp = torch.tensor([math.log(ratio)], requires_grad=True)
-        zero = torch.zeros(1)
-        m.ppo(logp, zero, zero, torch.tensor([gain]), CFG).sum().backward()
-        assert bool(logp.grad.abs() > 0) is ((ratio, gain) in MOVES)
-
-
-def test_no_token_outweighs_a_batch() -> None:
     zero = torch.zeros(1)
-    for age, gain in itertools.product([-60.0, -3.0, 0.0, 3.0, 60.0], [-1.0, 1.0]):
-        assert float(gradient("ppo", zero, zero - age, zero, zero + gain).abs()) <= 3 + 1e-6
+    for ratio, gain in MOVES + STOPS:
+        found = float(gradient("ppo", zero + math.log(ratio), zero, zero, zero + gain))
+        assert found == pytest.approx(-gain * ratio if (ratio, gain) in MOVES else 0)
 
 
 def test_decoupled_weighs_by_age_and_clips_what_this_batch_moved() -> None:
@@ -458,7 +425,7 @@ def learner(kind: Any = m.UserLearner, **flags: Any) -> Any:
 
 
 def parameters(learned: Any) -> torch.Tensor:
-    return torch.nn.utils.parameters_to_vector(learned.policy.model.parameters()).detach().clone()
+    return torch.nn.utils.parameters_to_vector(learned.weights).detach()
 
 
 def letters(num: int) -> list[m.Prompt]:
@@ -526,7 +493,6 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     start = parameters(learner())
     assert float((whole - start).norm()) > 1e-3
     assert float((whole - parts).norm()) < 1e-3 * float((whole - start).norm())
-    assert whole_stats.num_tokens == parts_stats.num_tokens
     assert whole_stats.grad_norm == pytest.approx(parts_stats.grad_norm, rel=1e-4)
     assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
     assert 0.9 * math.log(19) < whole_stats.entropy < math.log(19)  # near uniform
@@ -671,16 +637,14 @@ def test_supervised_steps_need_answers_that_fit() -> None:
         next(found)
 
 
-def test_an_update_that_is_not_finite_is_left_out(monkeypatch: Any) -> None:
+def test_an_update_that_is_not_finite_is_left_out() -> None:
     one = learner()
     before = parameters(one)
     episodes = episodes_of(one)
-    with monkeypatch.context() as patch:
-        patch.setitem(m.LOSSES, "ppo", lambda logp, *_: logp * math.inf)
+    with patch.dict(m.LOSSES, ppo=lambda logp, *_: logp * math.inf):
         assert not math.isfinite(one.step(episodes).grad_norm)
     assert torch.equal(parameters(one), before)
     assert one.step(episodes).grad_norm > 0
-    assert not torch.equal(parameters(one), before)
 
 
 # == rollout ====
@@ -705,21 +669,13 @@ SHAPES = {  # the class of its configuration, and sizes
     "lfm2": ("Lfm2Config", SMALL + "layer_types=conv,full_attention"),
 }
 BYTES = "".join(bytes_to_unicode().values())
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = m.tiny_policy(0)[0].chat_template  # <user>abc<end><assistant>
 
 
 def model_folder(parent: Path, shape: str = "qwen2", characters: str = m.LETTERS) -> Path:
     """A random model of this shape, with a tokenizer of one token per character."""
-    tokens = ["<user>", "<assistant>", "<end>", *characters]
-    tokenizer = transformers.Qwen2Tokenizer(
-        {token: i for i, token in enumerate(tokens)},
-        [],
-        extra_special_tokens=["<user>", "<assistant>"],
-        unk_token="<end>",
-        eos_token="<end>",
-        chat_template=TEMPLATE,
-    )
+    with patch.object(m, "LETTERS", characters):
+        tokenizer, _ = m.tiny_policy(0)
     name, words = SHAPES[shape]
     sizes: dict[str, Any] = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), 2)
     for word, value in [pair.split("=") for pair in words.split()]:
@@ -734,8 +690,7 @@ def model_folder(parent: Path, shape: str = "qwen2", characters: str = m.LETTERS
 
 
 def policy_of(folder: Path | None = None, **flags: Any) -> Any:
-    cfg = replace(CFG, model=str(folder or ""), **flags)
-    return m.HubPolicy(cfg, torch.float32)
+    return m.HubPolicy(replace(CFG, model=str(folder or ""), **flags), torch.float32)
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -860,21 +815,6 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     assert {*policy.end_ids} == {tokenizer.eos_token_id}  # not "\n"
 
 
-def check_conversations(policy: Any, sampled: list[Any]) -> None:
-    """Their text is what the template says, although responses are never tokenized."""
-    letters = {*policy.tokenizer.convert_tokens_to_ids(list(m.LETTERS)), *policy.end_ids}
-    plain = [e for e in sampled if {i for i, turn in zip(e.ids, e.turn_of) if turn} <= letters]
-    kinds = {tuple(episode.truncated) for episode in plain}
-    assert len(kinds) > 2  # some go on after an end, some after none
-    for episode in plain:
-        chat = []
-        for turn, response in zip(episode.prompt.turns, episode.responses, strict=True):
-            chat += [*turn.messages, {"role": "assistant", "content": response}]
-        end = "<end>" if episode.truncated[-1] else ""
-        text = policy.tokenizer.decode(episode.ids) + end
-        assert text == policy.tokenizer.apply_chat_template(chat, tokenize=False)
-
-
 def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) -> None:
     class Environment(m.RetryTask):
         def reply(self, prompt: Any, responses: list[str]) -> Any:
@@ -904,7 +844,17 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     prompts = [task.prompt(number) for number in range(25)]
     seeds: list[int] = []
     sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
-    check_conversations(policy, sampled)
+    # Their text is what the template says, although responses are never tokenized.
+    usual = {*policy.tokenizer.convert_tokens_to_ids(list(m.LETTERS)), *policy.end_ids}
+    plain = [e for e in sampled if {i for i, turn in zip(e.ids, e.turn_of) if turn} <= usual]
+    kinds = {tuple(episode.truncated) for episode in plain}
+    assert len(kinds) > 2  # some go on after an end, some after none
+    for episode in plain:
+        chat = []
+        for turn, response in zip(episode.prompt.turns, episode.responses, strict=True):
+            chat += [*turn.messages, {"role": "assistant", "content": response}]
+        end = "<end>" if episode.truncated[-1] else ""
+        assert policy.tokenizer.decode(episode.ids) + end == policy.render(chat, False)
     # The same letters are never asked for again, and the answer follows the question.
     assert {len(e.responses) for e in sampled} == {2, 3}
     for episode in sampled:
@@ -1020,7 +970,7 @@ class FakeWorker:
 def serve(monkeypatch: Any) -> Any:
     """Does some work with a service of such workers; none of their processes may be left."""
 
-    async def served(script: Any, work: Any, options: dict[str, Any]) -> Any:
+    async def served(script: Any, work: Any, num_replicas: int = 2, **options: Any) -> Any:
         children = []
 
         async def start(pool: Any, num_ranks: int) -> Any:
@@ -1032,12 +982,9 @@ def serve(monkeypatch: Any) -> Any:
 
         monkeypatch.setattr(m.Pool, "start", start)
         pool = m.WarmPool()
-        number = options.pop("num_replicas", 2)
-        begins = options.pop("begins", True)
-        service = m.Service(m.Worker, number, pool, **options)
+        service = m.Service(m.Worker, num_replicas, pool, **options)
         try:
-            if begins:
-                await service.begin()
+            await service.begin()
             return await work(service)
         finally:
             await service.close()
@@ -1045,11 +992,7 @@ def serve(monkeypatch: Any) -> Any:
             ends = {child.wait(10) for child in children}
             assert ends <= {-signal.SIGKILL, 0}  # 0: somebody else has waited for it
 
-    def run_served(script: Any, work: Any, **options: Any) -> Any:
-        monkeypatch.setattr(m, "get_or_spawn_controller", lambda *_: asyncio.sleep(0))
-        return asyncio.run(asyncio.wait_for(served(script, work, options), 100))
-
-    return run_served
+    return lambda *args, **how: asyncio.run(asyncio.wait_for(served(*args, **how), 100))
 
 
 def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) -> None:
@@ -1152,39 +1095,30 @@ def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(
             raise ActorError(ValueError("no such model"))
         return worker.die() if number == 1 else None
 
-    async def work(service: Any) -> None:
-        for call in (service.begin, lambda: service.request("work")):
-            with pytest.raises((m.ReplicaLost, ActorError), match=r"no such|_1 has died"):
-                await call()
-
     num_setups = [0, 0]
     limits: list[float] = []
     monkeypatch.setattr(m, "until_unresponsive", lambda _, s: asyncio.sleep(99, limits.append(s)))
-    serve(script, work, begins=False, unresponsive_s=5.0)
+    with pytest.raises((m.ReplicaLost, ActorError), match=r"no such|_1 has died"):
+        serve(script, None, unresponsive_s=5.0)
     assert max(num_setups) == (1 if raises else 3)
     assert limits.count(30.0) == sum(num_setups)
     lost = m.ReplicaLost("thrice in a row")
     live = AsyncMock(side_effect=[lost, lost, None, lost, lost, lost])
     monkeypatch.setattr(m.Service, "_live", live)
     with pytest.raises(m.ReplicaLost, match="thrice"):
-        serve(script, work, num_replicas=1)
+        serve(script, None, num_replicas=1)
     assert live.call_count == 6
 
 
-@pytest.mark.parametrize("replaces", [True, False])
-def test_a_trainer_is_not_replaced(serve: Any, replaces: bool) -> None:
-    async def work(service: Any) -> int:
+def test_a_trainer_is_not_replaced(serve: Any) -> None:
+    async def work(service: Any) -> None:
         replica = service.replicas[0]
         replica.worker.child.kill()
         await asyncio.wait([replica.lost])
-        return await service.request("work")
-
-    kinds = {"num_replicas": 1, "replaces": replaces}
-    if replaces:
-        assert serve(lambda *_: 7, work, **kinds) == 7
-    else:
         with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
-            serve(lambda *_: 7, work, **kinds)
+            await service.request("work")
+
+    serve(lambda *_: 7, work, num_replicas=1, replaces=False)
     run = m.Run(CFG, m.Pool())
     assert [service.replaces for service in run.services] == [False, True, True]
     for service in run.services:  # all have begun, and the trainer is lost
@@ -1298,27 +1232,21 @@ def run_of(cfg: Any, services: Any, progress: Any = None) -> Any:
     return run
 
 
-def trained(staleness: int, loses: bool, seed: int = 0) -> Any:
-    """A run of 60 steps. With a staleness of 0 it is synchronous."""
-    run = run_of(SMALL_RUN, FakeServices(seed, loses))
-    loop = m.train_async(run, staleness, 60) if staleness else m.train_sync(run, 60)
-    asyncio.run(asyncio.wait_for(loop, 120))
-    return run
-
-
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("loses", [False, True])
 def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> None:
     largest: list[int] = []
     for seed in range(3):
-        run = trained(staleness, loses, seed)
+        run = run_of(SMALL_RUN, FakeServices(seed, loses))
+        loop = m.train_async(run, staleness, 40) if staleness else m.train_sync(run, 40)
+        asyncio.run(asyncio.wait_for(loop, 120))
         counts = run.progress.counts()
         rows = run.progress.rows
         largest.append(max(row["staleness"] for row in rows))
         assert max(row["in_flight"] for row in rows) <= staleness * 4  # the batch has ended
-        assert (run.version, counts["in_flight"]) == (60, 0)
+        assert (run.version, counts["in_flight"]) == (40, 0)
         if staleness or not loses:  # a synchronous batch may lack groups that were lost
-            assert counts["trained"] == 240
+            assert counts["trained"] == 160
         assert counts["started"] == counts["trained"] + counts["dropped"] + counts["lost"]
         # Every prompt that was drawn, and no other, has ended.
         drawn = itertools.islice(m.training_prompts(run.task), counts["started"])
@@ -1493,14 +1421,12 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
 
 
 THINKS = "<think>Rome?</think>\n\nParis"
-RIGHT = [("Paris", "Paris"), (" paris. ", "Paris"), (THINKS, "Paris"), ("7", 7), ("3 + 4 = 7", "7")]
-RIGHT += [("so #### 1,234", 1234), (r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5")]
-RIGHT += [("«7» 👍", "«7» 👍"), (r"thus \boxed{42} holds", 42), ("cafe\u0301", "caf\u00e9")]
+RIGHT = [(" paris. ", "Paris"), (THINKS, "Paris"), ("so #### Rome", "Rome"), ("{Rome}", "Rome")]
+RIGHT += [(r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5"), ("Paris\t", "Paris")]
+RIGHT += [("«7» 👍", "«7» 👍"), ("cafe\u0301", "caf\u00e9"), ("\u22125", -5), ("0.00001", 1e-5)]
 RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$$", "x+1")]
-RIGHT += [("\u22125", -5), ("0.00001", 1e-5), ("Paris\t", "Paris")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
-RIGHT += [("<think>40?</think> It is 42.", 42), ("so #### Rome", "Rome"), ("{Rome}", "Rome")]
-RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5), ("**7**", 7), ("<think>8</think> 7", 7)]
+RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5)]
 THOUGHTS = [("<|channel|>analysis<|message|>3<|channel|>final<|message|>4", 4)]
 THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
 RIGHT += THOUGHTS
@@ -1647,11 +1573,8 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
         "a": lambda: 0.5,
         "b": lambda: 1 / 0,
         "e": lambda: sys.exit(3),
-    }
-    results |= {
         "f": lambda: asyncio.sleep(0, 0.25),
         "g": lambda: fails(KeyError()),
-        "h": lambda: asyncio.sleep(0),
     }
 
     def score(prompt: Any, responses: list[str]) -> Any:
@@ -1665,7 +1588,6 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
     found = {response: text for response, text in scored.items() if not isinstance(text, str)}
     assert found == {"a": [0.5], "f": [0.25]}
     assert "ZeroDivisionError" in scored["b"]
-    assert Path(__file__).name in scored["b"]
 
 
 def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
@@ -1694,11 +1616,6 @@ def test_a_reward_function_is_called_turn_by_turn() -> None:
     assert calls == [("p", "a", 1), (list(system), "b", 2)]
     assert task.score(PROMPT, ["a"]) == [0.5]
     assert task.prompt(3) == replace(prompt, number=3)
-    assert task.max_new_tokens == m.Task.max_new_tokens
-
-
-def text_of(prompt: m.Prompt) -> str:
-    return prompt.turns[0].messages[0]["content"]
 
 
 def recipe(folder: Path, package: str, spec: str) -> m.Config:
@@ -1767,7 +1684,8 @@ class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
 def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
     (tmp_path / "reverse_text.py").write_text(TASKSET)
-    assert tells_right_from_wrong(cfg, lambda prompt: text_of(prompt).split()[1][::-1])
+    right = lambda prompt: prompt.turns[0].messages[0]["content"].split()[1][::-1]  # noqa: E731
+    assert tells_right_from_wrong(cfg, right)
 
 
 ENVIRONMENT = """
@@ -1826,15 +1744,11 @@ loops = {}
 interrupts = lambda: raises(KeyboardInterrupt())
 wrong = lambda: raises(Wrong())
 long = lambda: raises(ValueError("long \\n" * 9999))
-text = lambda: "good"
 library = lambda: json.loads("{")
-def leaves():
-    raise SystemExit(3)
 def in_pool(function, x):
     return concurrent.futures.ProcessPoolExecutor(1).submit(function, x).result()
 stuck = lambda: sum(range(10**12))  # other threads of Python do not run meanwhile
 run = lambda: asyncio.run(asyncio.sleep(0, 0.5))
-coroutine = lambda: asyncio.sleep(0, 0.75)
 pool = lambda: in_pool(double, 0.5)
 child = lambda: subprocess.Popen(["sleep", "1000"], start_new_session=True) and 0.125
 method = lambda: multiprocessing.set_start_method("spawn") or 0.625
@@ -1866,15 +1780,14 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setattr(m.ProcessPoolExecutor, "submit", send)
     worker = object.__new__(m.RewardWorker)
     worker.setup(0, user_rewards(tmp_path), m.UserProcess)
-    wanted = {"alarm": 0.25, "run": 0.5, "coroutine": 0.75, "pool": 1.0, "child": 0.125}
-    wanted |= {"client": 0.375}
-    names = [*wanted, "client", "interrupts", "wrong", "long", "text", "raises", "leaves"]
-    names += ["library", "dies", "method", "alarm", "hangs", "pool", "child"]
+    wanted = {"alarm": 0.25, "run": 0.5, "pool": 1.0, "child": 0.125, "client": 0.375}
+    names = [*wanted, "client", "interrupts", "wrong", "long", "raises", "library"]
+    names += ["dies", "method", "alarm", "hangs", "pool", "child"]
     wanted |= {"method": 0.625}  # only once in a process, and first
     found = worker.ask("score", [[(PROMPT, [name])] for name in names])
     # One request for each group, but those after coroutines; one for each process: the first, after
     # a death, after a hang.
-    assert Counter(sent) == {m.call_task: len(names) - 3, os.getpid: 3}
+    assert Counter(sent) == {m.call_task: len(names) - 2, os.getpid: 3}
     for name, (rewards,) in zip(names, found, strict=True):
         assert isinstance(rewards, str) is (name not in wanted), rewards
         assert isinstance(rewards, str) or rewards == [wanted[name]]
@@ -1918,18 +1831,16 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     until(lambda: any("sleep 1000" in line for line in children()))  # after its exec
     time.sleep(1)  # the next one is stuck
     worker.process.kill()
-    worker.end(10)
+    worker.end(-signal.SIGKILL)
 
 
 # == commands ====
 
 WRONG = (
-    "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps x|--steps|more|--lr -1"
-    "|--loss ppp|--max-staleness -1|--train --task nothing"
-    "|--train --task own.py:Task|--train --model ./none|--train --model qwen2 --task none.jsonl"
-    "|--evaluate -1|--train --reward own.py:f"
-    "|--lr nan|--temperature nan|--reward-deadline nan|--train --export /proc/x"
-    "|--train --checkpoint /proc/x|--log /proc/x/log|--model qwen2|--train --log repeat"
+    "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps x|more|--lr nan|--loss ppp"
+    "|--max-staleness -1|--train --model ./none|--train --model qwen2 --task none.jsonl"
+    "|--train --reward own.py:f|--train --export /proc/x|--train --checkpoint /proc/x"
+    "|--log /proc/x/log|--model qwen2|--train --log repeat"
 )
 
 
@@ -2017,10 +1928,9 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
 
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")  # its context has 128 tokens
-    for words in ("--max-new-tokens 9999 --generators 1", "--task none.jsonl"):
-        status, output = Command(tmp_path, f"--train --model qwen2 {words}").end()
-        assert status == 2, output
-        assert len(re.findall("^monarch_rl.py: |Traceback", output, re.MULTILINE)) == 1
+    words = "--train --model qwen2 --max-new-tokens 9999 --generators 1"
+    output = Command(tmp_path, words).end(2)
+    assert len(re.findall("^monarch_rl.py: |Traceback", output, re.MULTILINE)) == 1
 
 
 def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
@@ -2040,23 +1950,14 @@ def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
         assert b"Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="session")
-def tour(tmp_path_factory: Any) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("tour")
-    done("--json out.json", folder)
-    assert [path.name for path in folder.iterdir()] == ["out.json"]
-    return {s["name"]: s for s in json.loads((folder / "out.json").read_text())["stages"]}
-
-
-@pytest.mark.parametrize("stage", list(m.STAGES))
-def test_command_the_tour_confirms_a_stage(tour: Any, stage: str) -> None:
-    assert list(tour) == list(m.STAGES)
-    assert any(each["rows"] for each in tour.values())
-    assert tour[stage]["checks"]
-    relations = {"==": operator.eq, "<": operator.lt, ">": operator.gt}
-    for check in tour[stage]["checks"]:
-        assert check["ok"]
-        assert relations[check["relation"]](check["value"], check["bound"])
+def test_command_the_tour_confirms_all_stages(tmp_path: Path) -> None:
+    Command(tmp_path, "--json out.json").end()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    stages = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert [stage["name"] for stage in stages] == list(m.STAGES)
+    assert any(stage["rows"] for stage in stages)
+    for stage in stages:
+        assert stage["checks"] and all(check["ok"] for check in stage["checks"])
 
 
 WITHOUT = """
@@ -2066,12 +1967,13 @@ if __name__ == "__main__":
     m.STAGES = {name: importlib.import_module(name).STAGES[name] for name in sys.argv[1:]}
     sys.exit(m.main(["--json", "out.json"]))
 """
-NAMED = """additions of 200 lost by the actor|members of 4 that ran under `call`
+CHECKS = """additions of 200 lost by the actor|members of 4 that ran under `call`
 |s that `compute` outlasted the pull|witnesses of 3 in the journal of this process
 |hangs detected by the ping|requests of 400 with the right answer|torn reads of 96 with leases
 |bytes written / bytes needed|k3 of recorded and recomputed|push with a clip / without
 |largest staleness|largest staleness|largest difference of a weight|right letters, critic - batch
 |liked share at the end, with --kl|torn reads of 100""".replace("\n", "").split("|")
+NAMED = dict(zip(m.STAGES, CHECKS, strict=True))
 
 
 def each_fails(folder: Path, *stages: str) -> None:
@@ -2081,15 +1983,13 @@ def each_fails(folder: Path, *stages: str) -> None:
         changed(folder, stage, stage)
     (folder / "without.py").write_text(WITHOUT)
     script = f"{sys.executable} without.py {' '.join(stages)}"
-    status, output = Command(folder, "", script, PYTHONPATH=f"{FOLDER}:{folder}").end()
-    assert status == 1, output
+    output = Command(folder, "", script, PYTHONPATH=f"{FOLDER}:{folder}").end(1)
     for told in json.loads((folder / "out.json").read_text())["stages"]:
         failed = [check["what"] for check in told["checks"] if not check["ok"]]
-        named = dict(zip(m.STAGES, NAMED, strict=True))[told["name"]]
         if told["name"] == "async_rl" and not failed and len(stages) > 1:
             each_fails(folder, "async_rl")  # whether a group is overtaken is a matter of chance
         else:
-            assert named in failed, output
+            assert NAMED[told["name"]] in failed, output
 
 
 def test_command_stages_fail_without_their_mechanisms(tmp_path: Path) -> None:
@@ -2117,18 +2017,15 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     words += " --sft-steps 6 --steps 6 --prompts-per-step 4"
     words += " --group-size 4 --max-new-tokens 4 --lr 1e-3 --eval-every 2 --evaluate 2"
     words += " --json out.json --log log.jsonl --export out"
-    done(words, tmp_path)
+    Command(tmp_path, words).end()
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
     assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
     rows = logged(tmp_path)
-    assert max(row["staleness"] for row in rows) <= CFG.max_staleness
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert rows[0]["staleness"] == 0
     assert all(row["k3"] < 1e-6 for row in rows if row["staleness"] == 0)
     assert max(row["reward"] for row in rows) > 0
     assert not have_same_weights(tmp_path / "out", tmp_path / "qwen2")
-    transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
 
 
 def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
@@ -2138,7 +2035,7 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     for num_trainers in (1, 2):
         folder = tmp_path / str(num_trainers)
         folder.mkdir()
-        done(f"{words} --trainers {num_trainers}", folder)
+        Command(folder, f"{words} --trainers {num_trainers}").end()
         norms = [row["grad_norm"] for row in logged(folder)]
         found.append((load(folder / "out").state_dict(), norms))
     (one, norms), (two, norms_of_two) = found
@@ -2161,8 +2058,8 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
             for number in (*command.children(), command.process.pid):
                 os.kill(number, signal.SIGTERM)
             time.sleep(0.05)
-        status, output = command.end(100)
-        assert status == 128 + signal.SIGTERM and "Traceback" not in output
+        output = command.end(128 + signal.SIGTERM)
+        assert "Traceback" not in output
         assert ("saved after step" in output) == (beginning == "step")
         assert not list(tmp_path.glob("monarch_rl_*"))
 
@@ -2389,8 +2286,7 @@ def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) 
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(children), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
                 num_struck += 1
-    status, output = command.end()
-    assert status == 0, output
+    command.end()
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["in_flight"]) == (120, 0)
 
@@ -2408,8 +2304,8 @@ def test_command_a_synchronous_run_that_is_cut_goes_on_bit_for_bit(tmp_path: Pat
             command.until(f"step {rng.randint(1, 15):4}")
             time.sleep(rng.uniform(0, 0.3))
             command.process.kill()
-            command.end(10)
-        done(words_of_run, tmp_path)
+            command.end(-signal.SIGKILL)
+        Command(tmp_path, words_of_run).end()
         rows = logged(tmp_path)
         assert [row["step"] for row in rows] == [*range(1, 17)]
         samples.append([row["sample"] for row in rows])
@@ -2422,7 +2318,7 @@ def test_command_killed_while_its_workers_start_leaves_none(tmp_path: Path) -> N
     until(command.children)
     command.process.kill()
     assert subprocess.run([sys.executable, "-c", m.START.format(0)]).returncode == 0
-    command.end()
+    command.end(-signal.SIGKILL)
 
 
 def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
@@ -2435,8 +2331,7 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     command = Command(tmp_path, words, requeue + job.partition("```")[0].partition("\n")[2])
     command.until("step    5")
     command.process.send_signal(signal.SIGTERM)
-    status, output = command.end()
-    assert status == 128 + signal.SIGTERM, output
+    output = command.end(128 + signal.SIGTERM)
     assert output.endswith("ended by SIGTERM\nrequeue\n")
     made = int(re.findall(r"^step +(\d+)", output, re.MULTILINE)[-1])
     (path,) = (tmp_path / "RUN").glob("step_*.pt")
@@ -2446,13 +2341,11 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     words = f"--train --checkpoint ../RUN --prompts-per-step 8 --steps {saved + 2}"
-    words += " --log log.jsonl --export out"
-    done(words, elsewhere)
+    Command(elsewhere, words + " --log log.jsonl --export out").end()
     rows = logged(elsewhere)
     assert [row["step"] for row in rows] == [*range(1, saved + 3)]
     assert rows[-1]["num_tokens"] > 1.5 * rows[0]["num_tokens"]
-    words = "--evaluate 2 --export again --checkpoint ../RUN"
-    done(words, elsewhere)
+    Command(elsewhere, "--evaluate 2 --export again --checkpoint ../RUN").end()
     assert have_same_weights(elsewhere / "out", elsewhere / "again")
 
 
@@ -2645,10 +2538,10 @@ def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
     policy.model = type(policy.model)(policy.model.config)
     policy.has_chunks = True
     policy.logprobs_of = Mock(wraps=policy.logprobs_of)
-    ids = torch.randint(0, 49152, (64, 33))
-    policy.token_logprobs(ids, torch.ones(64, 32, dtype=torch.bool))[0].sum().backward()
+    ids = torch.randint(0, 49152, (16, 33))
+    policy.token_logprobs(ids, torch.ones(16, 32, dtype=torch.bool))[0].sum().backward()
     sizes = [len(call.args[0]) for call in policy.logprobs_of.call_args_list]
-    assert sizes == [342] * 5 + [338] + [338] + [342] * 5  # forward, and again backward
+    assert sizes == [342, 170, 170, 342]  # forward, and again backward
 
 
 # == hosts ====
@@ -2669,7 +2562,7 @@ def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[An
         for worker in workers:
             worker.process.terminate()
         for worker in workers:
-            assert worker.end(10)[0] == 128 + signal.SIGTERM
+            worker.end(128 + signal.SIGTERM)
         assert m.urls_in(folder) == []
 
 
@@ -2680,8 +2573,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command = Command(tmp_path, words + " --steps 60 --json out.json", **local)
         command.until("step    5")
         os.kill(random.choice(workers[0].children()), signal.SIGKILL)
-        status, output = command.end()
-        assert status == 0, output
+        command.end()
         found = json.loads((tmp_path / "out.json").read_text())["train"]
         assert (found["steps"], found["lost"], found["in_flight"]) == (60, 0, 0)
         assert found["workers_replaced"] == 1
@@ -2693,7 +2585,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         assert min(len(worker.children()) for worker in workers) > 1
         command.process.kill()
         until(lambda: [len(worker.children()) for worker in workers] == [1, 1], 10)
-        command.end()
+        command.end(-signal.SIGKILL)
 
 
 def test_hosts_that_do_not_answer_are_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
@@ -2747,7 +2639,9 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
     own = {"MONARCH_RL_ADDRESS": "127.0.0.1", "PYTHONPATH": str(FOLDER)}
     with hosts(tmp_path / "hosts", "127.0.0.2", **ours):
         clients = [Command(tmp_path, "", script, **own, **each) for each in (theirs, {}, ours)]
-        found = [client.end(60)[1] for client in clients]
+        for client in clients:
+            client.process.wait(60)
+        found = [client.output() for client in clients]
         assert ["attached" in output for output in found] == [False, False, True]
         refused = "and certificates of one CA"
         assert [refused in output for output in found] == [True, True, False]
@@ -2785,25 +2679,19 @@ def test_a_critic_gives_each_sampled_token_a_normalized_advantage() -> None:
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
 
 
-def explained(critic: Any, episodes: list[m.Episode]) -> float:
-    """1 - variance of the advantages / variance of the targets."""
-    with torch.no_grad():
-        values = critic.values(m.padded([e.ids for e in episodes], critic.network.device))
-    gains = torch.cat([torch.tensor(m.gains(e, v)) for e, v in zip(episodes, values.tolist())])
-    targets = gains + torch.cat([v[: len(e.ids)] for e, v in zip(episodes, values)])
-    is_sampled = torch.tensor([turn > 0 for e in episodes for turn in e.turn_of])
-    return 1 - float(gains[is_sampled].var() / targets[is_sampled].var())
-
-
 def test_a_critic_learns_and_passes_of_any_size_are_equal() -> None:
     policy = policy_of()
     episodes = single(policy, 16, 0)
+    ids = m.padded([e.ids for e in episodes], policy.device)
+    later_rewards = m.padded([m.gains(e, [0.0] * len(e.ids)) for e in episodes], policy.device)
+    is_sampled = m.padded([e.turn_of for e in episodes], policy.device) > 0
     found = []
     small = m.Critic(policy, replace(CFG, tokens_per_micro_batch=1))
     for critic in (m.Critic(policy, CFG), small):
         for _ in range(20):
             critic(episodes)
-        found.append(explained(critic, episodes))
+        errors = (later_rewards - critic.values(ids).detach())[is_sampled]
+        found.append(1 - float(errors.var() / later_rewards[is_sampled].var()))  # explained
     assert found[0] == pytest.approx(found[1], abs=0.01)
     assert found[0] > 0.3
     values = small.values(torch.tensor([[3, 4, 5], [3, 7, 5]]))  # before each token
@@ -2822,18 +2710,6 @@ def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
 
 
 # == reward model ====
-
-
-def preferences(path: Path, num_lines: int) -> str:
-    """A file of preferences for the response with more letters a."""
-    rng = random.Random(0)
-    lines = []
-    for _ in range(num_lines):
-        prompt, *both = ["".join(rng.choices(m.LETTERS, k=3)) for _ in range(3)]
-        both.sort(key=lambda text: -text.count("a"))
-        lines.append(json.dumps({"prompt": prompt, "chosen": both[0], "rejected": both[1]}))
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
 
 
 def asked(*responses: str, num_turns: int = 1) -> m.Conversations:
@@ -2858,8 +2734,14 @@ def test_lines_of_preferences(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
-    cfg = replace(CFG, preferences=preferences(tmp_path / "p.jsonl", 800))
-    model = m.RewardModel(cfg)
+    rng = random.Random(0)
+    with open(tmp_path / "p.jsonl", "w") as file:
+        for _ in range(800):  # for the response with more letters a
+            prompt, *both = ["".join(rng.choices(m.LETTERS, k=3)) for _ in range(3)]
+            both.sort(key=lambda text: -text.count("a"))
+            line = {"prompt": prompt, "chosen": both[0], "rejected": both[1]}
+            print(json.dumps(line), file=file)
+    model = m.RewardModel(replace(CFG, preferences=file.name))
     scores = [sum(rewards) for rewards in model(asked("aab", "abk", "cde"))]
     assert scores == sorted(scores, reverse=True)
     assert scores[0] > scores[-1] + 0.5
