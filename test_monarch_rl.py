@@ -527,7 +527,7 @@ def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> 
         for episode, advantage in zip(episodes, advantages_of(episodes, "none"), strict=True):
             is_sampled = torch.tensor(episode.turn_of) > 0
             ids = torch.tensor([episode.ids])
-            logp, _ = one.policy.token_logprobs(ids, is_sampled[None, 1:])
+            logp, _ = one.policy.token_logprobs(ids, is_sampled[None])
             loss = loss - (torch.tensor(advantage)[is_sampled] * logp).sum()
         num_tokens = sum(turn > 0 for episode in episodes for turn in episode.turn_of)
         grads = torch.autograd.grad(loss / num_tokens, list(one.policy.model.parameters()))
@@ -589,7 +589,7 @@ def test_a_masked_token_spoils_no_gradient() -> None:
     policy = policy_of(temperature=0.7, entropy=0.01)
     policy.forward = lambda *_, **__: logits.requires_grad_()
     ids = torch.tensor([[0, 0, 1]])
-    logp, entropy = policy.token_logprobs(ids, torch.tensor([[True, True]]))
+    logp, entropy = policy.token_logprobs(ids, torch.tensor([[False, True, True]]))
     (logp - entropy).sum().backward()
     assert logits.grad.isfinite().all()
 
@@ -611,8 +611,9 @@ def test_a_step_without_memory_is_made_in_smaller_parts(monkeypatch: Any, capsys
         found.append(parameters(one))
     assert torch.equal(*found)
     assert capsys.readouterr().out.count("--tokens-per-micro-batch 40\n") == 1
-    with pytest.raises(torch.OutOfMemoryError):  # another rank would wait for ever
-        learner(tokens_per_micro_batch=80, trainers=2).step(episodes)
+    for changes in ({"trainers": 2}, {"epochs": 2}):  # ranks would wait, an epoch be repeated
+        with pytest.raises(torch.OutOfMemoryError):
+            learner(tokens_per_micro_batch=80, **changes).step(episodes)
 
 
 def test_supervised_steps_are_reinforce() -> None:
@@ -738,6 +739,22 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeyp
     tokenizer.save_pretrained(folder)
     with pytest.raises(m.UsageError, match=fault):
         m.verify(policy_of(folder))
+
+
+def test_a_model_is_verified_by_rows_of_two_lengths_to_a_millionth(monkeypatch: Any) -> None:
+    def compute(_: Any, episodes: list[Any]) -> Any:
+        lengths.update(len(episode.ids) for episode in episodes)
+        return torch.zeros(1), torch.full((1,), difference)
+
+    lengths: set[int] = set()
+    policy = policy_of()
+    monkeypatch.setattr(m, "recompute_logprobs", compute)
+    difference = 1.3e-3  # k3 is half of its square
+    m.verify(policy)
+    assert len(lengths) > 1
+    difference = 1.5e-3
+    with pytest.raises(m.UsageError, match="disagree"):
+        m.verify(policy)
 
 
 def test_both_programs_compute_the_same_in_bfloat16() -> None:
@@ -1228,7 +1245,7 @@ def run_of(cfg: Any, services: Any, progress: Any = None) -> Any:
     run = m.UserRun(cfg, report, None, progress or m.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
-    run.log = open(os.devnull, "w")
+    run.log = run.samples = open(os.devnull, "w")
     return run
 
 
@@ -1275,6 +1292,15 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
         assert [len(group) for group in groups] == [1] * (128 if num_samples == 1 else 0)
     assert len(set(seeds)) == len(seeds)
     assert asyncio.run(run.sample_and_score([], 2, 0)) == []  # as without held-out prompts
+
+
+def test_a_buffer_is_a_queue_with_requests_that_the_generators_share() -> None:
+    for staleness, generators, size in ((1, 2, 8), (2, 2, 16), (1, 8, 2), (4, 1, 16), (1, 64, 1)):
+        cfg = replace(CFG, prompts_per_step=16, generators=generators)
+        buffer = m.ReplayBuffer(SimpleNamespace(cfg=cfg, version=0), staleness, 2)
+        assert buffer.request_size == size
+    buffer.ready = [[m.Episode(m.Prompt(number, ()))] for number in range(20)]
+    assert [group[0].prompt.number for group in asyncio.run(buffer.take())] == [*range(16)]
 
 
 def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
@@ -1382,7 +1408,8 @@ def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
     same: Any = SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
     monkeypatch.setattr(m, "user_task", lambda cfg: same)
     with pytest.raises(m.UsageError, match="held out"):
-        run_of(CFG, None)
+        run_of(replace(CFG, train=True), None)
+    assert run_of(CFG, None).held_out  # to evaluate
 
 
 def groups_with(*rewards: list[float]) -> list[Any]:
@@ -1481,6 +1508,7 @@ WRONG_LINES |= {
     '{"question": "a", "answer": 1}': r"KeyError\('prompt'\)",
     '{"prompt": "a", "solution": 1}': r"no answer .*'solution'\]: use --reward",
     '{"prompt": "a", "answer": "(*)."}': "no answer",
+    '{"prompt": "a", "answer": 1, "held_out": "no"}': "held_out must be",
 }
 
 
@@ -1516,6 +1544,10 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
     held_out = {str(p.turns) for p in m.held_out_prompts(task, 10)}
     assert held_out
     assert not trained_on & held_out
+    for says in (True, False, None):
+        prompts = [m.prompt_of(0, {"prompt": str(i), "held_out": says}, "") for i in range(99)]
+        assert len({prompt.is_held_out for prompt in prompts}) == (2 if says is None else 1)
+        assert says in (None, prompts[0].is_held_out)
 
 
 def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: Path) -> None:
@@ -1838,7 +1870,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
 
 WRONG = (
     "--stage weigth_sync|--only nothing|--max-stalenes 2|--steps x|more|--lr nan|--loss ppp"
-    "|--max-staleness -1|--train --model ./none|--train --model qwen2 --task none.jsonl"
+    "|--max-staleness -1|--train --model ./none"
     "|--train --reward own.py:f|--train --export /proc/x|--train --checkpoint /proc/x"
     "|--log /proc/x/log|--model qwen2|--train --log repeat"
 )
@@ -1903,6 +1935,8 @@ def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
     for number, told in ((0, r"prompt\(0\): .*late.py, line 3: Zero"), (1, r"prompt\(1\): not")):
         with pytest.raises(m.UsageError, match=told):
             task.prompt(number)
+    with pytest.raises(m.UsageError, match=r"prompt\(0\): .*no attribute 'prompt'"):
+        m.UserTask(object(), None).prompt(0)
 
 
 SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
@@ -2016,8 +2050,16 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     words = "--train --model qwen2 --task data.jsonl --reward own.py:reward"
     words += " --sft-steps 6 --steps 6 --prompts-per-step 4"
     words += " --group-size 4 --max-new-tokens 4 --lr 1e-3 --eval-every 2 --evaluate 2"
-    words += " --json out.json --log log.jsonl --export out"
+    words += " --json out.json --log log.jsonl --samples samples.jsonl --export out"
     Command(tmp_path, words).end()
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    roles = ["user", "assistant"]
+    assert all([said["role"] for said in row["messages"]] == roles for row in samples)
+    num_trained = sum(not row["held_out"] for row in samples)
+    assert num_trained >= 6 * 16 and num_trained % 4 == 0
+    held_out = Counter(row["version"] for row in samples if row["held_out"])
+    assert held_out[0] == held_out[2] == held_out[6] / 3 > 0  # at 6, pass@2, too
+    assert any(row["rewards"] != [0] for row in samples)
     figures = json.loads((tmp_path / "out.json").read_text())["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
     assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
@@ -2128,14 +2170,14 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
 def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     checkpoints = m.Checkpoints(tmp_path)
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
-    for name in others | {"step_7.pt", "step_99999999.pt"}:
+    for name in others | {"step_00000007.pt", "step_00000009.pt"}:
         (tmp_path / name).touch()
     trainer = saved_run().trainer
-    run: Any = SimpleNamespace(version=10**8, progress=m.SavedProgress(), trainer=trainer)
+    run: Any = SimpleNamespace(version=10, progress=m.SavedProgress(), trainer=trainer)
     asyncio.run(checkpoints.save(run))
     kept = {path.name for path in checkpoints.paths()}
     assert {path.name for path in tmp_path.iterdir()} - others == kept
-    assert kept == {"step_100000000.pt", "step_99999999.pt"}
+    assert kept == {"step_00000010.pt", "step_00000009.pt"}
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
@@ -2359,6 +2401,51 @@ def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
     assert one.token_losses(batch, logp, entropy).tolist() == [7.75, -0.5, 0.0]
 
 
+def test_a_saved_model_has_had_its_supervised_steps(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(m, "with_restarts", AsyncMock())
+    for folder, wanted in ((tmp_path / "new", ("x", 3)), (tmp_path / "old", ("saved", 0))):
+        model = folder / "model"
+        if wanted[0] == "saved":
+            model.mkdir(parents=True)
+        cfg = replace(CFG, model="x", checkpoint=str(folder), sft_steps=3)
+        asyncio.run(m.run_user_command(SimpleNamespace(), cfg))
+        used = m.with_restarts.call_args.args[1].args[0]
+        assert (used.model.replace(str(model), "saved"), used.sft_steps) == wanted
+
+
+def test_a_command_saves_flags_and_fails_without_its_last_step(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(m, "train_and_evaluate", AsyncMock(return_value={}))
+    run: Any = SimpleNamespace(cfg=replace(CFG, train=True, checkpoint="RUN"), version=3)
+    command = partial(m.do_command, m.Checkpoints(tmp_path), run.cfg, run)
+    with pytest.raises(m.RunError, match="step 3 is not saved"):
+        asyncio.run(command())
+    (tmp_path / "step_00000003.pt").touch()
+    assert asyncio.run(command()) == {}
+    saved = json.loads((tmp_path / "flags.json").read_text())
+    of_command = "stage only train evaluate export hosts worker checkpoint log samples json"
+    assert saved.items() == {(k, v) for k, v in vars(CFG).items() if k not in of_command.split()}
+
+
+def test_a_loss_after_a_signal_ends_a_run(monkeypatch: Any) -> None:
+    async def lose(_: Any) -> None:
+        works.append(0)
+        asyncio.current_task().cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(1)
+        raise m.ReplicaLost("trainer_0 has died")
+
+    works: list[int] = []
+    run: Any = SimpleNamespace(task=None, prompts=iter([]), version=0, trainer=Mock())
+    run.begin, run.close = AsyncMock(), AsyncMock()
+    checkpoints: Any = SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
+    monkeypatch.setattr(m, "sleep", AsyncMock())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(m.with_restarts(checkpoints, lambda _: run, lose))
+    assert len(works) == 1
+
+
 @pytest.mark.parametrize("kind", ["loss", "bug", "effect of a loss"])
 def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch: Any) -> None:
     lost = m.ReplicaLost("trainer_0 has died")
@@ -2539,7 +2626,7 @@ def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
     policy.has_chunks = True
     policy.logprobs_of = Mock(wraps=policy.logprobs_of)
     ids = torch.randint(0, 49152, (16, 33))
-    policy.token_logprobs(ids, torch.ones(16, 32, dtype=torch.bool))[0].sum().backward()
+    policy.token_logprobs(ids, torch.arange(33).expand(16, 33) > 0)[0].sum().backward()
     sizes = [len(call.args[0]) for call in policy.logprobs_of.call_args_list]
     assert sizes == [342, 170, 170, 342]  # forward, and again backward
 
