@@ -351,7 +351,7 @@ def test_advantages_have_their_closed_forms() -> None:
 
 def gradient(loss: str, logp: Any, recorded: Any, near: Any, gain: Any) -> Any:
     logp = logp.clone().requires_grad_()
-    found = m.LOSSES[loss](logp, recorded, near, gain, CFG)
+    found = m.LOSSES[loss](logp, recorded, near, gain, replace(CFG, clip_high=0.28))
     return torch.autograd.grad(found.sum(), logp)[0]
 
 
@@ -362,8 +362,8 @@ def test_fresh_samples_give_the_gradient_of_reinforce(loss: str) -> None:
 
 
 # (ratio, advantage) of tokens that have a gradient, and of tokens that have none
-MOVES = [(1.1, 1.0), (0.9, 1.0), (0.1, 1.0), (0.9, -1.0), (1.3, -1.0), (2.9, -1.0)]
-STOPS = [(1.3, 1.0), (0.7, -1.0), (3.1, -1.0), (1e50, -1.0), (1e50, 1.0)]
+MOVES = [(1.25, 1.0), (0.9, 1.0), (0.1, 1.0), (0.9, -1.0), (1.3, -1.0), (2.9, -1.0)]
+STOPS = [(1.3, 1.0), (0.75, -1.0), (3.1, -1.0), (1e50, -1.0), (1e50, 1.0)]
 
 
 def test_the_clip_stops_a_token_on_its_way_out_only() -> None:
@@ -1443,7 +1443,7 @@ THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
 RIGHT += THOUGHTS
 WRONG_ANSWERS = [("<|channel|>analysis<|message|>3", 3), ("[THINK]4", 4)]
 WRONG_ANSWERS += [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
-WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B")]
+WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B"), ("a,b", "ab")]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
