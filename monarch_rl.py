@@ -129,7 +129,7 @@ class Config:
     seed: int = 0  # of the prompts, the sampling and fresh models
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
-    max_new_tokens: int = 0  # of a response; 0 (Part II): what the task needs
+    max_new_tokens: int = 0  # of a response; 0: as the task says (Part II)
     temperature: float = 1.0  # of the sampling
     tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
@@ -141,7 +141,7 @@ class Config:
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
     entropy: float = 0.0  # the weight of an entropy bonus
-    lr: float = 0.0  # the learning rate; 0 (Part II): 1e-6, tiny_policy 1e-3
+    lr: float = 0.0  # learning rate; 0: 1e-6, tiny_policy 1e-3 (Part II)
     eval_prompts: int = 256  # the held-out prompts of an evaluation
 
 
@@ -180,7 +180,7 @@ class Report:
         print(f"       {text}")
 
     def table(self, rows: list[Record]) -> None:
-        """Prints rows with the same keys, the heads of the columns."""
+        """Prints rows as a table. Their keys are the column heads."""
         self.stages[-1]["rows"] += rows
         shown = tabulate(rows, headers="keys", tablefmt="plain", floatfmt=".3g")
         for line in shown.splitlines():
@@ -308,7 +308,7 @@ async def demo_actor_mesh(report: Report) -> None:
     await members.add.choose()
     report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
 
-    # One member, by its place.
+    # Calls one member, by its index.
     await members.slice(worker=2).add.call_one()
     num_changed = sum(total > 0 for total in await totals())
     report.check("members of 4 whose total changed", num_changed, "==", 1)
@@ -329,8 +329,7 @@ async def demo_actor_mesh(report: Report) -> None:
 #                                                     handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads another machine's memory without
-# its processor. Without such a card Monarch uses TCP. Within a host, section 7 uses shared
-# memory; between hosts, section 16 uses RDMA.
+# its processor. Without such a card Monarch uses TCP. Section 16 uses RDMA between hosts.
 
 
 class Owner(Actor):
@@ -364,7 +363,7 @@ async def demo_rdma_transfer(report: Report) -> None:
         mine = torch.zeros_like(expected)
         await handle.read_into(mine)  # the first read also connects
 
-        # The same bytes once in a message, and once behind the handle.
+        # Moves the same bytes once in a message, and once by the handle.
         start = time.perf_counter()
         await owner.as_message.call_one()
         middle = time.perf_counter()
@@ -387,15 +386,15 @@ async def demo_rdma_transfer(report: Report) -> None:
 
 
 # == 4. CONTROLLERS ====
-# Problem. Actors in many processes have to meet, for example at one log. Two creators would make
-#   two half-filled logs.
+# Problem. Actors in many processes share one object, such as a log. Two creators would make two
+#   half-filled logs.
 # Rule. Ask by name. `get_or_spawn_controller(name, Class)` gives every caller the same actor: the
 #   first request creates it, in the main process.
 # Cost. One more message for each lookup; one process answers all calls.
 
 
 class Journal(Actor):
-    """Lines from any process, in order of arrival."""
+    """Keeps lines of any process in order of arrival."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -430,7 +429,7 @@ async def demo_controllers(report: Report) -> None:
 
 # == 5. SUPERVISION ====
 # Problem. Processes raise, crash, hang, or loop forever, and their callers wait. But a worker that
-#   has been silent for ten minutes may just be busy.
+#   is silent for ten minutes may be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
 #   process, kills and replaces it (section 6). A slow worker still answers pings.
 #
@@ -443,8 +442,8 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# `until_dead` and `until_unresponsive` detect. Monarch also calls `__supervise__`
-# of the parent, but polls, which takes seconds.
+# `until_dead` and `until_unresponsive` detect failures. Monarch also calls `__supervise__` of
+# the spawning actor, but it polls, which takes seconds.
 
 
 class Worker(Actor):
@@ -467,7 +466,7 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         method = getattr(type(self), what) if isinstance(what, str) else what
-        # Calls method(self, *args) in this context: a thread has none, and current_rank needs it.
+        # Calls method(self, *args) in this context, which current_rank needs: a thread's is empty.
         in_context: Any = contextvars.copy_context().run
         return await get_running_loop().run_in_executor(
             self.thread, in_context, method, self, *args
@@ -513,7 +512,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # In two halves: if Ctrl-Z uses up the first, the second still receives the answer.
+            # After a Ctrl-Z the first half may time out at once; the second receives the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -579,7 +578,7 @@ async def detection_times(fault: str) -> dict[str, float]:
         if who != "ping" or "has not answered" in str(result):
             seconds[who] = time.time() - start_s
 
-    # Each waits in a task of its own, beside the others.
+    # Each observer waits in a task of its own.
     observers = [
         ensure_future(observe("caller", child.run.call_one("work", fault))),
         ensure_future(observe("pidfd", until_dead(pid))),
@@ -597,7 +596,7 @@ async def detection_times(fault: str) -> dict[str, float]:
 
 @stage(instead="await wait([ping])")
 async def demo_supervision(report: Report) -> None:
-    """Exceptions, crashes and hangs are detected; slow or endless work is not."""
+    """Exceptions, crashes and hangs are detected; an infinite loop is not."""
     faults = ("exception", "crash", "hang", "infinite loop")
     times = dict(zip(faults, await gather(*[detection_times(fault) for fault in faults])))
     report.say("seconds until each observer detected it; empty: not within 9 s")
@@ -615,15 +614,15 @@ async def demo_supervision(report: Report) -> None:
 
 
 # == 6. SERVICE ====
-# Problem. A call fails with its actor. If one of four actors is lost, so is a quarter of the calls,
-#   and each caller has to know which actors are left.
+# Problem. A call fails with its actor. If one of four actors is lost, a quarter of the calls fail,
+#   and each caller must know which are left.
 # Rule. A service owns interchangeable replicas, and gives a request to the one with the fewest in
 #   flight, so that few wait behind a long rollout. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run several times, so it must be harmless to repeat.
-# The core is `Service.request` and `_ask`; `_supervise` and `_live` replace what is lost.
+# The core is `Service.request` and `_ask`; `_supervise` and `_live` replace lost replicas.
 #
 #   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
 #   await service.begin()                                      # all four are ready
@@ -641,7 +640,7 @@ class Replica:
     name: str  # "generator_0"
     processes: Processes
     worker: Any  # a reference to the actors
-    in_flight: dict[Any, float] = field(default_factory=dict)  # start times, by call
+    in_flight: dict[Any, float] = field(default_factory=dict)  # start times (Part II), by call
     result: Any = None  # the return value of `setup`
     is_ready: bool = False  # `setup` has returned (Part II reuses such processes)
     lost: asyncio.Future[str] = field(default_factory=asyncio.Future)  # "generator_0 has died"
@@ -676,12 +675,12 @@ class Service:
     num_replicas: int
     pool: Pool
     setup_args: tuple[Any, ...] = ()  # setup(number of the replica, *setup_args)
-    num_ranks: int = 1  # of each replica
+    num_ranks: int = 1  # per replica (trainers: several)
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # ready ones, by number
     failures: list[Replica] = field(default_factory=list)  # lost ones
-    error: Exception | None = None  # set once no more replicas are started
+    error: Exception | None = None  # why no more replicas are started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
     async def begin(self) -> None:
@@ -724,7 +723,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # Waits for either. If both are there, the loss counts: it explains an error.
+            # Waits for answer or loss. If both have come, the loss counts: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -766,7 +765,7 @@ class Service:
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])  # `close` cancels this task, not `lost`
+                await wait([replica.lost])  # `wait` keeps `close` from cancelling `lost`
             if not self.replaces:
                 self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
@@ -866,7 +865,7 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # The core is `Arena.lease` and `Arena.free_slot`; the rest is memory layout.
 #
-# A slot is CPU staging, a copy in host memory: the trainer need not know who reads, or when. Left,
+# A slot is CPU staging, a copy in host memory: the trainer need not know its readers. Left,
 # a broadcast begins when all members have called it, so the trainer waits for the last rollout.
 # Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
@@ -894,8 +893,8 @@ async def demo_service(report: Report) -> None:
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 #
 # Why no read is torn. The header changes under a lock. The slot that is written is neither the
-# latest nor leased, and only the latest can be newly leased; so nobody reads it before `commit`. A
-# reader keeps its lease until its next one, so nobody writes what it reads. Without a lease,
+# latest nor leased, and only the latest can be newly leased; so it is not read before `commit`. A
+# reader keeps its lease until its next one, so its slot is not written. Without a lease,
 # the second publish may overwrite the slot.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
@@ -904,9 +903,9 @@ async def demo_service(report: Report) -> None:
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """How another process finds the arena, and what is in it."""
+    """Tells another process where the arena is and what it holds."""
 
-    path: str
+    path: str  # /proc/PID/fd/N
     layout: Layout  # of each slot: 7c
     num_readers: int
 
@@ -917,7 +916,7 @@ class Arena:
     HEADER_BYTES = 4096
     LATEST = 0  # the word that holds version * slots + slot, 7 * 4 + 2 = 30; at first -1
     LEASES = 1  # from here on, the slot that each reader leases
-    NOTHING = -1
+    NOTHING = -1  # no lease, slot or version
 
     def __init__(self, handle: ArenaHandle) -> None:
         # A lock belongs to an open file, so each process opens it for itself.
@@ -956,7 +955,7 @@ class Arena:
 
     def commit(self, version: int, slot: int) -> None:
         """Makes a slot, which is complete, the latest."""
-        # In one word: a writer that is killed stores both or neither.
+        # One word holds both, so a killed writer stores both or neither.
         with self.locked():
             self.words[self.LATEST] = version * self.num_slots + slot
 
@@ -1008,7 +1007,7 @@ class WeightReader:
             if theirs != ours:
                 raise ValueError(f"the writer has {theirs}, the reader {ours}")
         self.arena = Arena(handle)
-        self.path = handle.path  # exists while the writer's process does
+        self.path = handle.path  # exists while the writer's arena does
         self.reader = reader  # its number, from 0
         self.tensors = tensors
         self.slot = Arena.NOTHING
@@ -1041,7 +1040,7 @@ class WeightReader:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Where one tensor lies in a slot."""
+    """The place of one tensor in a slot."""
 
     name: str
     shape: tuple[int, ...]
@@ -1086,7 +1085,7 @@ def move_into_block(tensors: Weights, layout: Layout, slot: Tensor) -> Tensor:
 
 
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
-    """Returns an arena, and its handle, which is valid while this process lives."""
+    """Returns an arena, and its handle, which is valid while the arena lives."""
     last = layout[-1]
     slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
     # A file in memory without a name: unlike one in /dev/shm it cannot be left behind.
@@ -1125,7 +1124,7 @@ class ReaderWorker(Worker):
             version = self.reader.pull(at_least=0)
             if not keeps_lease:  # as if unleased
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            # The first tensor; then the writer publishes; then the others.
+            # Reads the first tensor, waits for the writer, reads the others.
             first, *others = self.reader.tensors.values()
             is_torn = bool((first != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
@@ -1201,9 +1200,9 @@ async def demo_weight_sync(report: Report) -> None:
 #   the data twice, and may exceed its memory.
 # Rule. A rank's shard is a box of the whole tensor. Each trainer rank writes its boxes into the
 #   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
-# Cost. A box of columns is not contiguous, so it is copied row by row.
+# Cost. A box of columns is not contiguous, so a rank writes it row by row.
 #
-# Trainers of several ranks need it (Part II). Generators hold whole tensors.
+# Only trainers in Part II need this: generators hold whole tensors.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1217,7 +1216,7 @@ Box = tuple[slice, ...]  # of a tensor, in each dimension: `tensor[box]` is a vi
 
 
 def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) -> Box:
-    """Returns the box of a DTensor that the rank at this coordinate of a mesh holds.
+    """Returns the box of a DTensor that the rank at this coordinate of a DeviceMesh holds.
 
     placements: for each dimension of the mesh, Shard(dim of the tensor) or Replicate().
     """
@@ -1234,13 +1233,13 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
 
 
 class ShardedWriter(WeightWriter):
-    """One rank of a trainer of several ranks, with DTensors. dtype: as in `layout_of`."""
+    """Publishes one rank's shards of DTensors. dtype: as in `layout_of`."""
 
     def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
         # A process group of its own, because the copy runs beside the collectives of the next step.
         self.group: Any = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
-        # Rank 0 makes the arena, and the others map it.
+        # Rank 0 makes the arena (shapes are global), and the others map it.
         handles: list[Any] = [None]
         if self.rank == 0:
             handles[0], self.arena = create_arena(layout_of(tensors, dtype), num_readers)
@@ -1354,7 +1353,7 @@ async def demo_reshard(report: Report) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user or the environment says in one turn, as chat messages, and the right answer."""
+    """One turn of the user or the environment: chat messages, and the right answer."""
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
@@ -1371,7 +1370,7 @@ class Prompt:
 
     @property
     def is_held_out(self) -> bool:
-        """One prompt in ten, by a checksum of its text, is never trained on."""
+        """True for one prompt in ten, by a checksum of its text: never trained on."""
         if self.held_out is not None:
             return self.held_out
         text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
@@ -1385,7 +1384,7 @@ def user_turn(text: str, answer: Any) -> Turn:
 class Task:
     """Defines the prompts and the rewards of a run."""
 
-    max_new_tokens = 0  # of a response (Part II); 0: min(256, half the context)
+    max_new_tokens = 0  # of a response; 0: min(256, half the context) (Part II)
     # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
     # environment has it. The same arguments must give the same reply: a request may be repeated.
     reply: Callable[[Prompt, list[str]], Turn | None] | None = None
@@ -1399,7 +1398,7 @@ class Task:
         raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Returns the reward of each turn. The sum is 1 if all responses are right."""
+        """Returns the reward of each turn, in sum 1 if all are right (Part II: or why none)."""
         pairs = zip(prompt.turns, responses)
         return [self.grade(turn.answer, response) / len(responses) for turn, response in pairs]
 
@@ -1430,7 +1429,7 @@ class LetterTask(Task):
 
 @dataclass
 class RetryTask(Task):
-    """An environment, which asks again for missing letters.
+    """An environment without rewards: it asks again for missing letters.
 
     By example: asked "abc", a policy says "ad"; asked "bc", it says "cb": none is missing.
     """
@@ -1548,7 +1547,7 @@ class Policy:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids that a turn, from 0, appends: all that follow the last response."""
+        """Returns the ids that a turn (here from 0) appends: all that follow the last response."""
         before, text = self.render_turn(prompt.turns[: turn + 1])
         return self.tokenize(text.removeprefix(before))
 
@@ -1559,7 +1558,7 @@ class Policy:
         "<end><user>def<end><assistant>".
         """
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
-        # The template would end this response.
+        # Appended by hand: the template would end it.
         before = (self.render(earlier[:-1], True) + RESPONSE["content"]) if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
@@ -1580,13 +1579,13 @@ class Policy:
         """Returns log-probabilities [N] and entropies [N] of the sampled tokens, row by row.
 
         ids: [B, T], padded on the right.
-        is_sampled: [B, T]; the first tokens are not.
+        is_sampled: [B, T], False in the first column.
         """
         # No mask: the padding is on the right, which no sampled token attends to. Logits, the
         # largest tensor of a pass, are computed only where some row has sampled.
         columns = is_sampled[:, 1:].any(0).nonzero().flatten()  # [C]
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
-        # Position t predicts token t + 1. Logits, targets: [B, C, ...] -> [N, ...].
+        # Position t predicts token t + 1. [B, C, V] -> [N, V]; targets [B, T] -> [N].
         return self.logprobs_of(logits[is_sampled[:, columns + 1]], ids[is_sampled])
 
     def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -1618,6 +1617,7 @@ class Decoder:
 
         self.policy = policy
         self.cache: Any = DynamicCache(config=policy.model.config)
+        # Each distinct row once.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
@@ -1818,7 +1818,7 @@ async def demo_rollout(report: Report) -> None:
             episode.add_reply(reply)
             rollout(policy, [episode], next(seeds))
     num_again = num_asked_again(episodes)
-    report.check("given letters that an environment asks for", num_again, "==", 0)
+    report.check("letters asked again by an environment", num_again, "==", 0)
     report.check("the same, by turns fixed in advance", num_asked_again(fixed), ">", 0)
 
 
@@ -1909,8 +1909,8 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
     """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
 
-    The weight, prox / old, is a constant. The clip applies to now / prox, 1 in the first update
-    on a batch. With `ppo` a stale token may be beyond the clip before any update, and is wasted.
+    The weight, prox / old, is a constant. The clip applies to now / prox, which is 1 until the
+    first update. With `ppo` a stale token may be beyond the clip before that, and is wasted.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
@@ -1938,10 +1938,10 @@ class StepStats:
     """Statistics of one update. Means are over sampled tokens that were trained."""
 
     num_tokens: int
-    loss: float  # ppo: near 0, as A of a group adds up to 0; its gradient is not
+    loss: float  # ppo: near 0, as A adds up to 0 in a group; the gradient is not 0
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
-    grad_norm: float  # before it is cut to 1
+    grad_norm: float  # before clipping to 1
     seconds: float
 
 
@@ -1977,7 +1977,7 @@ class Learner:
         for group in groups_of(episodes):
             by_turn = [[0.0] for _ in group]  # by_turn[i][turn]; turn 0: not sampled
             for turn in range(1, 1 + max(len(episode.rewards) for episode in group)):
-                # Episodes with this turn, so with all before.
+                # Episodes that have this turn, so all before.
                 members = [i for i, episode in enumerate(group) if turn <= len(episode.rewards)]
                 to_go = torch.tensor([sum(group[i].rewards[turn - 1 :]) for i in members])
                 gains = advantages(to_go, self.cfg.advantage).tolist()
@@ -2040,7 +2040,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If none has: all rows, with gradient 0, for the statistics.
+        # If no row has one: all rows, with gradient 0, for statistics.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
@@ -2062,7 +2062,7 @@ Group = list[Episode]  # of one prompt
 
 
 def groups_of(episodes: list[Episode]) -> list[Group]:
-    """Cuts a list in which the episodes of each prompt stand next to each other."""
+    """Splits a list in which the episodes of each prompt are adjacent."""
     groups = groupby(episodes, lambda episode: episode.prompt.number)
     return [list(members) for _, members in groups]
 
@@ -2163,7 +2163,7 @@ async def demo_losses(report: Report) -> None:
 #   and no step is made meanwhile, so staleness is 0. `Progress` accounts for every group.
 # Cost. Each side waits while the other works (section 12).
 #
-# In one process, where nothing fails or waits, this section would be ten lines, and they run:
+# In one process, where nothing fails or waits, ten lines suffice, and they run:
 #
 #   cfg, task = demo_config(Config()), LetterTask(0)
 #   policy = Policy(cfg)
@@ -2176,7 +2176,7 @@ async def demo_losses(report: Report) -> None:
 #           episode.rewards = task.score(episode.prompt, episode.responses)
 #       learner.step(episodes)
 #
-# With processes, from the loop to a sampled token, and to the new weights:
+# With processes, from the loop to a sampled token and new weights:
 #
 #   train_sync                          main process: draws prompts
 #     Run.sample                          counts groups that get lost
@@ -2219,10 +2219,10 @@ async def scatter_gather(
 
 # -- 11b. The actors of a run ---
 
-Conversations = list[tuple[Prompt, list[str]]]  # of a group: each prompt with its responses
+Conversations = list[tuple[Prompt, list[str]]]  # of one group: (prompt, responses)
 
 
-# Each worker gets a function that makes its part in its own process. Part II passes others.
+# Each worker calls one of these in its own process. Part II passes others.
 
 
 def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
@@ -2236,7 +2236,7 @@ def make_policy(cfg: Config, number: int) -> Policy:
 
 
 def make_scorer(cfg: Config) -> Callable[[str, list[Conversations]], list[Any]]:
-    """Returns f("score", groups): task.score(prompt, responses) by group and episode."""
+    """Returns f; f("score", groups) calls task.score(prompt, responses) of each episode."""
     task = LetterTask(cfg.seed)
     return lambda method, groups: [
         [getattr(task, method)(*pair) for pair in group] for group in groups
@@ -2314,7 +2314,7 @@ class Progress:
 
     rows: list[Record] = field(default_factory=list)  # of each step
     heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
-    num_drawn: int = 0  # prompts with smaller numbers have been drawn
+    num_drawn: int = 0  # the first number not yet drawn
     # Numbers of prompts at a generator, reward worker, buffer or trainer.
     in_flight: set[int] = field(default_factory=set)
     # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
@@ -2382,7 +2382,7 @@ class Run:
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Returns the next prompts. Their groups are in flight."""
-        # Without a trainer, generators could wait forever for new weights.
+        # Without a trainer rollouts may fail, and draws would never end.
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
         prompts = []
@@ -2544,7 +2544,7 @@ async def demo_sync_rl(report: Report) -> None:
 #       +------------- room for another batch --------------------+
 #
 # Why K + 1 batches: one trains and K follow; the last is K versions old when it is used. That alone
-# is no bound, for other groups overtake a slow one. By example, with K = 1 and the trainer at v:
+# is no bound: other groups overtake a slow one. By example, with K = 1 and the trainer at v:
 #
 #   v = 5   batches a and b begin; two are in flight
 #   v = 5   a step on a (staleness 0): v = 6; batch c begins
@@ -2552,8 +2552,7 @@ async def demo_sync_rl(report: Report) -> None:
 #   v = 7   c is late, and d comes first: a step on d (staleness 0): v = 8
 #   v = 8   c comes, of version 6. Its staleness would be 2, so it is dropped
 #
-# Groups with long responses come late, and more of them are dropped, so training is biased
-# toward short ones.
+# Groups with long responses come late, and are dropped more often: a bias toward short ones.
 #
 # -- 12a. Two loops ---
 
