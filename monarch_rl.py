@@ -2698,12 +2698,12 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# Models, data, long runs, GPUs, harder rewards and more hosts, by subclasses and arguments.
+# Your models, data, runs and GPUs, harder rewards, more hosts.
 
 
 @dataclass(frozen=True)
 class Flags(Config):
-    """All flags: those of Part I, and these."""
+    """Adds flags to those of Part I."""
 
     stage: str = ""  # run all stages up to this one
     only: str = ""  # run this stage alone
@@ -2718,8 +2718,8 @@ class Flags(Config):
     steps: int = 100  # training steps
     max_turns: int = 8  # of a conversation with an environment
     trainers: int = 1  # ranks of the trainer (FSDP2)
-    hosts: str = ""  # shared folder: generators run on its workers
-    worker: str = ""  # shared folder: this machine is a worker
+    hosts: str = ""  # shared folder: generators run on its worker hosts
+    worker: str = ""  # shared folder: this machine is a worker host
     kl: float = 0.0  # weight of the divergence from version 0
     sft_steps: int = 0  # supervised steps before RL
     reward_deadline: float = 60.0  # seconds to score a group
@@ -2733,10 +2733,10 @@ class Flags(Config):
 
 
 # == YOUR OWN DATA ====
-# Problem. Templates differ, data has wrong lines, reward functions raise, hang and fork.
+# Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would punish them.
-# Cost. Two more processes per reward worker.
+# Cost. Per reward worker, a process that computes, and its `guard`.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -2748,8 +2748,9 @@ class Flags(Config):
 
 
 def place_of(error: BaseException) -> str:
-    """Names the user's last line: "/r.py, line 7: KeyError: 'answer'"."""
+    """Names the user's last line of code: "/r.py, line 7: KeyError: 'answer'"."""
     place = ""
+    # Skips libraries, imports and this file.
     for frame in traceback.extract_tb(error.__traceback__):
         if not re.search(f"/lib/python|^<frozen|^{re.escape(str(THIS_FILE))}$", frame.filename):
             place = f"{frame.filename}, line {frame.lineno}: "
@@ -2758,7 +2759,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls third-party code. Raises its errors and exits as UsageError."""
+    """Calls third-party code. Turns its errors and exits into UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2775,16 +2776,16 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # listed, not raised
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
-        if "keys" in kind and names:
+        if "keys" in kind and names:  # missing_keys, for example
             raise UsageError(f"{where}: {kind}: {[*names][:3]}")
     return tokenizer, model
 
 
-CUT = "\ufdd0"  # in no text; `prompt_ids` cuts messages there
+CUT = "\ufdd0"  # noncharacter; `prompt_ids` cuts messages there
 
 
 class HubPolicy(Policy):
-    """The policy of --model. dtype: of the parameters."""
+    """A policy from --model, in this dtype."""
 
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         super().__init__(cfg)  # the tiny policy
@@ -2798,7 +2799,7 @@ class HubPolicy(Policy):
         config = self.model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         rope = getattr(config, "rope_parameters", None) or {}
-        # Phi-3: past the original length, cached keys would be wrong.
+        # Phi-3 rotates keys otherwise past the original length: cached keys would be wrong.
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
@@ -2852,6 +2853,7 @@ class HubPolicy(Policy):
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
+        # The same with cuts: no token is left to act on.
         _, cut = self.render_turn((*earlier, Turn(tuple(messages), None)))
         if cut.replace(CUT, "") != text:
             raise UsageError(f"the template reads control tokens in: {last.messages}")
@@ -2859,20 +2861,21 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps tags of THOUGHT, which may be special tokens or end the prompt."""
+        """Keeps the tags of a thought, for `final_part`; <think> may end the prompt."""
         start = episode.turn_of.index(turn)
-        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 can spell "<think>\n"
+        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 tokens spell "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
         ids = [token for token in episode.ids[start:] if token not in self.end_ids]
         text = opening + self.tokenizer.decode(ids)
         return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Returns a GraphDecoder (ON GPUS), the last one if large enough."""
+        """Returns a GraphDecoder (ON GPUS): that of the last call, if large enough."""
         prefilled = super().decoder(rows)
         if not self.has_graphs:
             return prefilled
         num_rows, width = prefilled.mask.shape
+        # Only grows, by 256 columns: recordings are rare.
         wanted = (num_rows, ceil((width + self.max_new_tokens) / 256) * 256)
         kept = self.graph.mask.shape if self.graph else (0, 0)
         shape = tuple(max(pair) for pair in zip(wanted, kept))
@@ -2913,12 +2916,12 @@ class WordTask(Task):
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
             return 1.0
-        # Half of 1 / the number of words, if the first is right: 1 / 2 for "Apple."
+        # 1 / (2 * the number of words) if the first is right: 1 / 2 for "Apple."
         words = re.findall(r"\w+", response.lower())
         return (words[:1] == [answer]) / max(1, len(words)) / 2
 
 
-# -- prompts and answers from a file ---
+# -- prompts from a file ---
 
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
@@ -2945,7 +2948,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # FileTask grades by it: an empty response would equal "*".
+        # FileTask compares final parts. That of "*" is empty, like no response.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
         held_out = record.get("held_out")
@@ -3005,11 +3008,11 @@ class FileTask(Task):
         return float(numbers[-1:] == [Decimal(wanted)])
 
 
-# -- the user's task and reward function ---
+# -- the user's code ---
 
 
 def load_python(spec: str) -> Any:
-    """Returns NAME of FILE.py:NAME. Raises UsageError."""
+    """Returns NAME of FILE.py:NAME."""
     path, _, name = spec.rpartition(":")
     file = Path(path).resolve()
     if not path.endswith(".py"):
@@ -3019,7 +3022,7 @@ def load_python(spec: str) -> Any:
     if not file.is_file():
         raise UsageError(f"{file}: no such file")
     sys.path.append(str(file.parent))  # last, so it hides no module
-    # Workers add it to sys.path. A task's folder replaces that of --reward.
+    # Workers add it to sys.path, to unpickle answers. A task's folder replaces --reward's.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3076,10 +3079,9 @@ def make_task(name: str, reward: str, seed: int) -> Task:
 
 @dataclass
 class UserProcess:
-    """Runs `call_task` in a process that is killed when late, with all that it has started.
+    """Runs `call_task` in a process that is killed with its children after a deadline.
 
-    Plain functions score group after group, coroutines all groups at once, each within
-    --reward-deadline.
+    A plain function scores one group per deadline; coroutines score up to 64 groups at once.
     """
 
     cfg: Flags
@@ -3089,7 +3091,7 @@ class UserProcess:
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
         results: list[Any] = []
         while len(results) < len(groups):
-            results += self.call(method, groups[len(results) :][:64])  # one or more
+            results += self.call(method, groups[len(results) :][:64])  # of at least one
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
@@ -3107,7 +3109,7 @@ class UserProcess:
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
         self.kill()
-        return [[reason] * len(groups[0])]
+        return [[reason] * len(groups[0])]  # the first group's; others follow
 
     def kill(self) -> None:
         if self.pid:
@@ -3118,8 +3120,8 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks: the child computes. At its or the worker's end, the parent kills the rest."""
-    os.setpgid(0, 0)  # the worker's kill spares it
+    """Forks. The child computes. When it or the worker ends, the parent kills its children."""
+    os.setpgid(0, 0)  # `kill_group` of the worker spares it
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
@@ -3143,7 +3145,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns results of groups, through the first that has no coroutines."""
+    """Returns results of all groups, or up to one without coroutines: a deadline each."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3183,7 +3185,7 @@ async def awaited(result: Any, limit_s: float) -> Any:
 
 
 def converted(method: str, result: Any, prompt: Prompt) -> Any:
-    """Returns the rewards of an episode, its next turn, or why there are none."""
+    """Returns the rewards of an episode, its next turn, or the reason for neither."""
     try:
         if isinstance(result, BaseException):
             raise result
@@ -3220,13 +3222,12 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 # Rule. A checkpoint is one file: weights and moments in fp32, which prompts were drawn and which
 #   were in flight, and the log. It gets its name once it is synced to disk. No random state is
 #   saved: prompts' numbers are the seeds.
-# Cost. 12 bytes per parameter (a weight, two moments), and 12 of a critic (14), for each of three
-#   files: the newest two, and the next.
+# Cost. Three files, the newest two and the next, of 12 bytes per parameter (a weight, two moments).
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
-#   prompts in flight    groups in flight at step 50 are sampled again, before others
+#   prompts in flight    at step 50: they are sampled again, before others
 #   synchronous          equal bit for bit, with as many generators and cores
 #   asynchronous         the same prompts are drawn; samples and their order differ
 
@@ -3296,6 +3297,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
+    # Either loop, one step at a time.
     sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
     async with sampling as buffer:
         train = partial(learn, buffer) if buffer else partial(train_sync, run)
@@ -3325,7 +3327,7 @@ async def finished(work: Awaitable[Any]) -> Any:
 
 
 class Checkpoints:
-    """The newest two checkpoints, in a folder of one run."""
+    """The newest two checkpoints of a run."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -3338,11 +3340,11 @@ class Checkpoints:
             raise UsageError(f"--checkpoint {folder}: another run uses it") from None
 
     def paths(self) -> list[Path]:
-        """Returns the newest first, without step_best.pt."""
+        """Returns the newest first."""
         return sorted(self.folder.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
-        """Returns the newest intact checkpoint, or ("", SavedProgress())."""
+        """Returns the newest intact checkpoint, if any."""
         for path in self.paths():
             try:
                 return str(path), read_progress(path)
@@ -3368,13 +3370,13 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns a dict with groups in flight requeued."""
+    """Returns a dict. Requeues groups in flight."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads the progress of a checkpoint. Raises BadZipFile if it is damaged."""
+    """Reads a checkpoint's progress. Raises BadZipFile if damaged."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
@@ -3402,9 +3404,9 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 
 def require_finite(trainer: Trainer) -> None:
-    """Raises RunError if weights are not finite, or too large for finite logits."""
+    """Raises RunError if weights are NaN, or too large for finite logits."""
     norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # over all ranks
-    # q * k multiplies four weights, two of norm layers: (1e9)^4 < 3.4e38. NaN fails, too.
+    # A score q * k has four weights as factors: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
@@ -3475,7 +3477,7 @@ def weights_of(trainer: Trainer) -> Tensor:
 
 
 async def train_killed(report: Report, cfg: Config, at_step: int) -> Tensor:
-    """Returns the weights after training. Kills the trainer once, after at_step, if not 0."""
+    """Returns the trained weights. Kills the trainer after at_step, if not 0."""
     checkpoints = Checkpoints(report.folder / f"run_{at_step}")
 
     async def work(run: Run) -> Tensor:
@@ -3503,7 +3505,7 @@ async def demo_recovery(report: Report) -> None:
 # Problem. A run must log, resume, keep its flags, and export.
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
-#   flags.json    flags of the newest --train, for later commands
+#   flags.json    flags of the newest --train
 #   model/        version 0, after supervised steps
 #   step_*.pt     the newest two checkpoints (section 13)
 #
@@ -3513,6 +3515,7 @@ async def demo_recovery(report: Report) -> None:
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     folder = Path(cfg.checkpoint or report.folder / "run").resolve()
     checkpoints = Checkpoints(folder)
+    # The user's flags, before model/ replaces --model.
     work = partial(do_command, checkpoints, cfg)
     model = folder / "model"
     if model.is_dir():
@@ -3565,8 +3568,8 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
 
 
 async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, float | None]:
-    """Prints held-out accuracy (greedy, of one sample, of any of k) and the mean reward."""
-    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}
+    """Prints held-out accuracy (greedy, pass@1, pass@k) and the mean reward."""
+    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}  # evaluate sets it
     right = []
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
@@ -3614,7 +3617,7 @@ class UserRun(Run):
 
     async def begin(self) -> None:
         self.reporting = ensure_future(report_waiting(self))
-        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # by lines
+        self.log = open(self.cfg.log or os.devnull, "w", buffering=1)  # rewritten
         for row in self.progress.rows:
             write_line(self.log, row)
         self.samples = open(self.cfg.samples or os.devnull, "a", buffering=1)
@@ -3632,7 +3635,7 @@ class UserRun(Run):
             rewards.append(sum(episode.rewards))
         self.mean_reward = fmean(rewards) if rewards else None
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
-        # 20 end the run, or 2 if the newest evaluation brought no reward, either.
+        # 20 end the run, or 2 if the newest evaluation brought none, either, and is None.
         _, newest = [(0, 0.0), *self.progress.heldout][-1]
         if self.num_fruitless >= (2 if newest is None and self.held_out else 20):
             reason = ["no prompt fits the context", *self.errors][-1]
@@ -3658,7 +3661,7 @@ class UserRun(Run):
                     episodes.append(episode)
                 else:
                     ended.append(episode)
-        return sorted(ended, key=lambda e: e.prompt.number)
+        return sorted(ended, key=lambda e: e.prompt.number)  # by groups
 
     async def request_accepted(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. If it raises, halves it, so that only a bad prompt is lost."""
@@ -3680,7 +3683,7 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(self.step_and_log(groups))  # or weights and rows differ
+        await finished(self.step_and_log(groups))  # else weights lack a row
 
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
@@ -3695,7 +3698,7 @@ class UserRun(Run):
         sample = []
         for turn, response, reward in zip(first.prompt.turns, first.responses, first.rewards):
             sample.append(f"{turn.messages[-1]['content']!r} -> {response!r} ({reward:.2f})")
-        rewards = [{str(episode.rewards) for episode in group} for group in groups]
+        rewards = [{str(episode.rewards) for episode in group} for group in groups]  # distinct
         return super().describe(groups, stats) | {
             "time": time.time(),
             "truncated": fmean(any(e.truncated) for e in episodes),
@@ -3709,7 +3712,7 @@ class UserRun(Run):
 
 
 def sample_row(episode: Episode) -> Record:
-    """Returns a line of --samples: a whole conversation."""
+    """Returns a line of --samples."""
     messages = []
     for turn, response in zip(episode.prompt.turns, episode.responses):
         messages += [*turn.messages, {"role": "assistant", "content": response}]
@@ -3756,11 +3759,11 @@ def step_line(row: Record, num_steps: int) -> str:
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
 
 
-# -- what the workers make ---
+# -- parts of workers ---
 
 
 class UserLearner(Learner):
-    """critic: computes advantages (section 14). penalty(batch, logp) [N]: added to losses (15)."""
+    """Adds a critic for advantages (14), and penalty(batch, logp) [N] to losses (15)."""
 
     def __init__(
         self, policy: Policy, cfg: Flags, rank: int = 0, critic: Any = None, penalty: Any = None
@@ -3777,7 +3780,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Gradients pass through the copies to the weights in fp32.
+        # Copies stand in for the weights in fp32, to which their gradients pass.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3795,7 +3798,7 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers a layer on all ranks at once: they need equally many parts, so cut `longest`.
+        # FSDP gathers a layer on all ranks at once, so all cut their rows like `longest`, rank 0's.
         # Lengths 9 8 7 6 5: `longest` 9 7 is cut 9 | 7. Rank 0 has 9 | 7 5, and rank 1 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
@@ -3808,7 +3811,7 @@ class UserLearner(Learner):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor, and other tensors unchanged."""
+    """Gathers a DTensor. Returns other tensors unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -3819,7 +3822,7 @@ def whole_state(policy: Policy) -> Weights:
 
 
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
-    """Runs in each rank of the trainer. Parts: below, ON GPUS, 14, 15."""
+    """Makes the parts of a trainer rank: see below, ON GPUS, 14, 15."""
     rank = current_rank().rank
     dtype = dtype_of(cfg)
     policy = load_policy(cfg, rank, torch.float32)
@@ -3843,7 +3846,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
 
 
 def load_policy(cfg: Flags, number: int, dtype: torch.dtype, num_before: int = 0) -> HubPolicy:
-    """number: of the trainer's rank or the generator. num_before: offset of its GPU."""
+    """Loads the policy of trainer rank or generator `number`, on GPU num_before + number."""
     # More threads than cores would wait for each other.
     num_cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, num_cores // (cfg.generators + cfg.trainers)))
@@ -3860,7 +3863,7 @@ def verify(policy: HubPolicy) -> None:
     prompts = [Prompt(number, (user_turn("a " * number, ""),)) for number in (1, 8)]
     where = "--model: rollouts"
     episodes = called(where, rollout, probe, new_episodes(prompts, 2), 0)
-    # chunked_logprobs is wrong for models that scale or cap their logits.
+    # Chunks first; they are wrong for models that scale or cap their logits.
     for has_chunks in (policy.model.get_output_embeddings() is not None, False):
         policy.has_chunks = probe.has_chunks = has_chunks
         logprobs = called(where, recompute_logprobs, probe, episodes)
@@ -3892,7 +3895,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # All or none are held out. Evaluations use the task's reward.
+        # A request is held out as a whole. Evaluations use the task's reward.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -3915,7 +3918,7 @@ def episode_with(policy: Policy, prompt: Prompt, responses: list[str]) -> Episod
 
 
 def right_episodes(policy: Policy, prompts: Iterator[Prompt]) -> Iterator[Episode]:
-    """Yields episodes with the right responses, if they fit the context."""
+    """Yields episodes of right responses that fit the context."""
     for prompt in prompts:
         if any(turn.answer is None for turn in prompt.turns):
             raise UsageError("--sft-steps: a prompt has no answer")
@@ -3931,7 +3934,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # less noise
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # RL has more noise
     size = 4 * learner.cfg.prompts_per_step
     # At least one prompt in ten must fit.
     right = right_episodes(learner.policy, islice(prompts, 10 * size * num_steps))
@@ -3945,11 +3948,11 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
 
 def warm_start(trainer: Trainer, num_steps: int) -> None:
     sft(trainer.learner, training_prompts(LetterTask(trainer.learner.cfg.seed)), num_steps)
-    trainer.writer.publish(trainer.version)  # replaces version 0, not pulled yet
+    trainer.writer.publish(trainer.version)  # no reader has pulled version 0
     trainer.writer.wait()
 
 
-# -- flags that are kept ---
+# -- saved flags ---
 
 # Not saved:
 OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log samples json".split()
@@ -3990,7 +3993,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # Cost. Memory of idle processes.
 
 
-# PR_SET_PDEATHSIG kills it with its parent. Monarch sets it too late, after its imports.
+# PR_SET_PDEATHSIG: it dies with its parent. Monarch sets this too late, after its imports.
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -4001,8 +4004,8 @@ if os.getppid() == {}:  # else its parent is gone
 def prepare_process() -> None:
     # The user's folder, or "", the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # Signals that end a command (ENDING) reach workers, too, but a save needs these. getpid is a
-    # handler without effect; the user's programs would inherit SIG_IGN.
+    # A batch system sends signals of ENDING to workers, too, but a save needs the workers. getpid
+    # is a handler without effect; the user's programs would inherit SIG_IGN.
     libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
@@ -4017,7 +4020,7 @@ class WarmPool(Pool):
         self.command.args = ["-c", START.format(os.getpid())]
 
     async def start(self, num_ranks: int) -> Processes:
-        # A dead one fails in `setup`.
+        # A dead process fails in `setup`.
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4043,7 +4046,7 @@ def release(worker: Worker) -> None:
 
 
 # == ON GPUS ====
-# Problem. A copy of each tensor into ordinary memory moves 1 GB/s; the bus of a GPU has 55. Python
+# Problem. A copy of each tensor into pageable memory moves 1 GB/s; a PCIe 5 bus has 55. Python
 #   starts hundreds of kernels per token, and the GPU waits for it. The logits of 8,192 tokens over
 #   a vocabulary of 150,000 take several times 5 GB in fp32.
 # Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
@@ -4053,17 +4056,17 @@ def release(worker: Worker) -> None:
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block, of which its weights are views
 #
-# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo the GPUs' number.
+# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo their number.
 
 
 def device_of(cfg: Flags) -> str:
-    """Returns --device, by default "cuda" if each trainer rank has a GPU."""
+    """Returns --device or its default."""
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
 def dtype_of(cfg: Any) -> torch.dtype:
-    """Returns --dtype, by default float32, or bfloat16 on GPUs."""
+    """Returns --dtype or its default."""
     default = "bfloat16" if cfg.device == "cuda" else "float32"
     return getattr(torch, cfg.dtype or default)
 
@@ -4090,8 +4093,7 @@ def pin(arena: Arena) -> None:
 class BlockWriter(WeightWriter):
     """Publishes weights on any device, in any dtype.
 
-    `publish` casts them into a block; then they may change. One copy moves the block into a slot,
-    on a GPU beside the next step.
+    `publish` casts them into a block. Then they may change.
     """
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
@@ -4104,7 +4106,7 @@ class BlockWriter(WeightWriter):
 
     def publish(self, version: int) -> None:
         self.wait()  # the copy of the version before still reads the block
-        # A GPU casts between two steps, in the order of its main stream.
+        # On a GPU, the cast is queued between two steps.
         torch._foreach_copy_([*self.tensors.values()], self.sources)  # pyright: ignore
         if self.block.is_cuda:
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -4120,7 +4122,7 @@ class BlockWriter(WeightWriter):
 
 
 class BlockReader(WeightReader):
-    """A reader with weights on a GPU: views of a block there, which one copy fills."""
+    """Copies a slot into a block on a GPU, of which the weights are views."""
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         super().__init__(handle, reader, tensors)
@@ -4133,20 +4135,20 @@ class BlockReader(WeightReader):
 
 
 class GraphDecoder(Decoder):
-    """Decodes by a CUDA graph: the kernels of one token, recorded once and replayed by one call.
+    """Decodes by a CUDA graph, which replays the kernels of one token.
 
-    A graph has fixed shapes and addresses. So the cache has a fixed length, finished rows stay in
-    the batch, and new weights lie where the old ones did (BlockReader).
+    Shapes and addresses are fixed: the cache has a fixed length, finished rows stay in the batch,
+    and new weights replace the old ones in place (BlockReader).
     """
 
     def __init__(self, prefilled: Decoder, num_rows: int, length: int) -> None:
         from transformers.cache_utils import Cache, StaticLayer
 
-        self.policy = weakref.proxy(prefilled.policy)  # it owns this: no cycle
+        self.policy = weakref.proxy(prefilled.policy)  # the owner: no cycle
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Layers with a sliding window, too: the mask hides the rest. Only shapes are read.
+        # Also for sliding windows: the mask hides the rest. `lazy_initialization` reads shapes.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
@@ -4178,7 +4180,7 @@ class GraphDecoder(Decoder):
         return self
 
     def _pass(self) -> Tensor:
-        """Returns the next logits of all rows, [B, V]. The cache and the positions advance."""
+        """Advances all rows. Returns their next logits, [B, V]."""
         self.positions.add_(1)
         return self.next_logits(self.ids, self.positions)
 
@@ -4193,10 +4195,9 @@ class GraphDecoder(Decoder):
 
 
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes Policy.token_logprobs with the logits of some tokens at a time.
+    """Computes Policy.token_logprobs in chunks of tokens.
 
-    The head, the model's last layer, here returns [N, 2], not logits. The model's own forward
-    runs, and FSDP's hooks with it.
+    The head here returns [N, 2], not logits, so that FSDP's hooks run in the model's own forward.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -4208,11 +4209,11 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     size = (1 << (27 if ids.is_cuda else 24)) // len(head.weight) + 1
 
     def of_chunk(hidden: Tensor, some: Tensor) -> Tensor:
-        """[n, H] and [n] -> [n, 2]: log-probabilities and entropies."""
+        """Returns log-probabilities and entropies, [n, 2], of [n, H] and [n]."""
         return torch.stack(policy.logprobs_of(logits_of(hidden), some), 1)
 
     def in_chunks(hidden: Tensor) -> Tensor:
-        """[B, columns, H] -> [N, 2]. The backward pass computes each chunk again."""
+        """Returns [N, 2] of [B, columns, H]. The backward pass computes chunks again."""
         chunks = []
         parts = hidden[is_sampled[:, columns + 1]].split(size)
         for part, some in zip(parts, targets.split(size)):
@@ -4232,10 +4233,10 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 # Problem. A user does not have the same conversation eight times, so there is no group. The mean of
 #   the batch ignores what is known: how this user rates.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
-#   advantage of a token is that sum minus V, normalized over the batch (GAE with lambda = 1).
+#   advantage of a token is that sum minus V (Schulman's GAE, lambda 1), normalized over the batch.
 # Cost. A network as large as the policy, in one process.
 #
-# By example, two turns:
+# By example, two turns, not normalized:
 #
 #   token  turn  reward    V  later rewards  advantage
 #   a         1          0.4            0.9        0.5
@@ -4244,7 +4245,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 
 
 def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with one output per token, at first 0, not logits."""
+    """Returns a copy of the policy with one output per token, at first 0."""
     from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4312,7 +4313,7 @@ class Critic:
 def lone_run(
     learner: Learner, prompts: Iterator[Prompt], num_steps: int
 ) -> Iterator[list[Episode]]:
-    """Samples and trains in this process. The caller sets the rewards of each step."""
+    """Samples and trains in this process. The caller sets the rewards."""
     for step in range(num_steps):
         drawn = list(islice(prompts, learner.cfg.prompts_per_step))
         episodes = new_episodes(drawn, learner.cfg.group_size)
@@ -4324,7 +4325,7 @@ def lone_run(
 def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     """Returns the share of right letters after training on one turn of LetterTask.
 
-    The reward is this share plus -1.5 to 1.5, the mood of a user: the first letter.
+    The reward is this share plus a mood: -1.5 for a first letter a, up to 1.5 for p.
     """
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
@@ -4365,21 +4366,20 @@ async def demo_critic(report: Report) -> None:
 # == 15. REWARD MODEL ====
 # Problem. Most of what people want has no reward function. A network can learn which of two
 #   responses they prefer, but is right only about responses like these. If people want exactly one
-#   a, a network that counts each a is right about "bab" and "bob"; but it rates "aaaa", which
-#   nobody compared, highest, and the policy finds it.
-# Rule. Keep the policy where the reward model is right: its divergence from the first version is
-#   penalized (--kl).
-# Cost. A second network, and the policy gains less.
+#   a, a network that counts each a is right about "bab" and "bob", but rates "aaaa", which nobody
+#   compared, highest.
+# Rule. Penalize the policy's divergence from its first version (--kl): the model is right near it.
+# Cost. Two more networks, and the policy gains less.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
-# to 0.2 with probability sigmoid(0.8) = 0.69. If it was, the loss is 0.37; if not, 1.17.
+# to 0.2 with probability sigmoid(0.8) = 0.69: a loss of 0.37, or else of 1.17.
 
 Pair = list[Episode]  # chosen, rejected
 
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
-    """Returns (prompt, [chosen, rejected]) for each line. Raises UsageError."""
+    """Returns (prompt, [chosen, rejected]) of each line."""
     preferences = []
     for where, line in lines_of(path):
         prompt = prompt_of(0, line, where)
@@ -4411,7 +4411,7 @@ class RewardModel:
             self.learn(pairs)
 
     def scores(self, episodes: list[Episode]) -> Tensor:
-        """Returns scores [B]: the mean over the sampled tokens."""
+        """Returns scores [B], means over sampled tokens."""
         ids, is_sampled, _ = tensors_of(episodes, self.policy.device)  # [B, T] each
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return (numbers * is_sampled).sum(1) / is_sampled.sum(1)
@@ -4473,8 +4473,8 @@ class TasteTask(Task):
 def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) -> Record:
     penalty = partial(divergence, copy.deepcopy(policy), cfg.kl) if cfg.kl else None
     model = RewardModel(cfg)
-    liked = []
-    learned = []
+    liked = []  # a share, by step
+    learned = []  # mean score
     learner = UserLearner(policy, cfg, penalty=penalty)
     for episodes in lone_run(learner, training_prompts(task), cfg.steps):
         for group in groups_of(episodes):
@@ -4500,7 +4500,7 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    prompts = list(islice(training_prompts(task), 250))  # 4 pairs each
+    prompts = list(islice(training_prompts(task), 250))  # 4 pairs of 16 each
     with open(file, "w") as lines:
         for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
             task.compare(group, lines)
@@ -4518,19 +4518,20 @@ async def demo_reward_model(report: Report) -> None:
 
 # == 16. HOSTS ====
 # Terms. A *worker host* runs a *Monarch host*, a process that starts generators, each with an
-#   *agent* for pings. One runs the *relay*, a thread that asks the trainer's *outlet* for versions.
+#   *agent* for pings. The first has the *relay*, a thread that asks the main process's *outlet* for
+#   versions.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and remote processes outlive a failed command.
 # Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
-#   generators there read. A host that answers no ping is lost, and a new one is started. A Monarch
-#   host without pings is killed.
+#   generators there read. The generators of a host that answers no ping are replaced. A Monarch
+#   host without pings is killed, and a new one started.
 # Cost. One transfer per version and host, and the work of a lost host.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` writes its URL into a folder that all machines see; `--hosts` reads it.
+# `--worker FOLDER` writes its URL into a shared folder, where `--hosts` reads it.
 
 # -- 16a. One transfer per version and host ---
 
@@ -4538,7 +4539,7 @@ HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local f
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
-    """Copies versions into the arena of this host, with the lease of reader `number`."""
+    """Copies versions into this host's arena, with the lease of reader `number`."""
     version = Arena.NOTHING
     handle = replace(handle, layout=())  # unused, and large
     try:
@@ -4551,7 +4552,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Ends the host (HostProcess): its generators would sample from old weights.
+        # Ends this process, so its host (HostProcess): others there would read old weights.
         os._exit(1)
 
 
@@ -4566,7 +4567,7 @@ class Outlet(Actor):
     async def lease(
         self, handle: ArenaHandle, reader: int, newest: int, host: str
     ) -> tuple[int, RDMABuffer | None]:
-        """Returns the latest version, and its slot unless it is `newest`."""
+        """Returns the latest version, and its slot if not `newest`."""
         if handle != self.handle:
             self.handle = handle
             self.arena = Arena(handle)
@@ -4589,7 +4590,7 @@ def relayed_reader(
     number: int,
     tensors: Weights,
 ) -> WeightReader:
-    """Returns a reader of this host's arena, which the first call creates, with a relay."""
+    """Returns a reader of this host's arena. The first call creates it, and the relay."""
     # One file per trainer arena stores the handle of the local arena.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -4639,7 +4640,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # Each time a new port: Monarch cannot attach to a lost one again.
+    # A new port of node7 (note: node7.url): Monarch cannot attach to a lost one again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4702,7 +4703,7 @@ class HostProcess(Processes):
 
 
 class HostPool(Pool):
-    """Processes on worker hosts, at most ceil(n / hosts) on each, never reused."""
+    """Starts processes on worker hosts, at most ceil(n / hosts) on each."""
 
     def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
@@ -4716,7 +4717,7 @@ class HostPool(Pool):
         deadline = time.monotonic() + 12 * SILENCE_S
         while True:
             urls = {*urls_in(self.folder)} - self.silent
-            if time.monotonic() > deadline:  # notes of lost machines
+            if time.monotonic() > deadline:  # lost hosts had time for a new URL
                 urls -= {url for url in urls if self.lost[url].done()}
             for url in urls:
                 has_room = self.started[url] < self.num_processes / len(urls)
@@ -4747,7 +4748,7 @@ class HostPool(Pool):
 async def demo_hosts(report: Report) -> None:
     """A host costs one transfer per version. No read is torn, though a host is lost."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format  # as --worker
+    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format  # a program: --worker
     workers = [start_python(serve(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
@@ -4764,7 +4765,7 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    read = partial(service.request, "read", 25, 1, True)
+    read = partial(service.request, "read", 25, 1, True)  # 25 reads, of 1 publish, leased
     reading = gather(read(), read())
     await sleep(0.1)
     await service.replicas[0].processes.kill()  # its host: two replicas
@@ -4786,7 +4787,7 @@ async def demo_hosts(report: Report) -> None:
 # == THE COMMAND LINE ====
 # Defaults for all processes; existing variables win.
 ENVIRONMENT = {
-    # Monarch's supervision: period of polls, longest silences.
+    # The period of Monarch's supervision, and its longest silences.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
@@ -4852,7 +4853,7 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        is_ours = name[2:].replace("-", "_") in texts
+        is_ours = name[2:].replace("-", "_") in texts  # such as --max_staleness
         ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED) or [name if is_ours else "--help"]
         raise UsageError(f"unknown: {unknown[0]}; see {ours.pop()}")
 
@@ -4891,7 +4892,7 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 def mistakes_in(cfg: Flags) -> Iterator[str]:
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # 0 is valid if the default is < 1, and for K; NaN never is.
+            # 0 is valid for K, and where the default is < 1. NaN is invalid.
             value = getattr(cfg, each.name)
             least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
@@ -4928,7 +4929,7 @@ def real_paths(*paths: str) -> set[str]:
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields what cannot be read or written."""
+    """Yields errors of paths."""
     # "org/name" is a hub id, "./name" and "/a/b" are folders.
     is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
     model = cfg.model if cfg.model.startswith((".", "/", "~")) and not is_saved else ""
