@@ -2489,8 +2489,8 @@ def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     """Returns at most num_prompts held-out prompts of a task, each once."""
     by_text: dict[str, Prompt] = {}
-    # One prompt in ten is held out, so 50 times as many numbers are plenty.
-    for number in range(50 * num_prompts):
+    # Plenty for one in ten, or for a test set of 5 % of the lines.
+    for number in range(30_000):
         prompt = task.prompt(number)
         if prompt.is_held_out:
             by_text.setdefault(str([turn.messages for turn in prompt.turns]), prompt)
@@ -2776,7 +2776,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # listed, not raised
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
-        if "keys" in kind and names:  # missing_keys, for example
+        if "keys" in kind and names:  # missing_keys, ...
             raise UsageError(f"{where}: {kind}: {[*names][:3]}")
     return tokenizer, model
 
@@ -2952,7 +2952,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
         held_out = record.get("held_out")
-        if held_out not in (None, True, False):
+        if not isinstance(held_out, bool | None):
             raise ValueError("held_out must be true or false")
     except Exception as error:
         raise UsageError(f'{where}: not {{"prompt": ..., "answer": ...}}: {error!r}') from error
@@ -3019,8 +3019,6 @@ def load_python(spec: str) -> Any:
         raise UsageError(
             f'{spec}: not FILE.py:NAME; a data set, as --task: ds.to_json("FILE.jsonl")'
         )
-    if not file.is_file():
-        raise UsageError(f"{file}: no such file")
     sys.path.append(str(file.parent))  # last, so it hides no module
     # Workers add it to sys.path, to unpickle answers. A task's folder replaces --reward's.
     environ["MONARCH_RL_TASK"] = str(file.parent)
@@ -3091,7 +3089,7 @@ class UserProcess:
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
         results: list[Any] = []
         while len(results) < len(groups):
-            results += self.call(method, groups[len(results) :][:64])  # of at least one
+            results += self.call(method, groups[len(results) :][:64])  # at least one
         return results
 
     def call(self, method: str, groups: list[Conversations]) -> list[Any]:
@@ -3109,7 +3107,9 @@ class UserProcess:
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
         self.kill()
-        return [[reason] * len(groups[0])]  # the first group's; others follow
+        if len(groups) > 1:  # one by one: only the cause is not scored
+            return [self.call(method, [group])[0] for group in groups]
+        return [[reason] * len(groups[0])]
 
     def kill(self) -> None:
         if self.pid:
@@ -3341,7 +3341,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns the newest first."""
-        return sorted(self.folder.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
+        paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}\.pt", p.name)]
+        return sorted(paths, reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
         """Returns the newest intact checkpoint, if any."""
@@ -3543,7 +3544,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-        print(f"exported to {cfg.export}")
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
@@ -3612,7 +3612,9 @@ class UserRun(Run):
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
         self.num_fruitless = 0  # requests in a row without a reward
         self.set_task(user_task(cfg))
-        if cfg.train and all(self.task.prompt(number).is_held_out for number in range(1000)):
+        if (cfg.train or cfg.sft_steps) and all(
+            self.task.prompt(number).is_held_out for number in range(1000)
+        ):
             raise UsageError("all prompts of the task are held out")
 
     async def begin(self) -> None:
@@ -3631,7 +3633,8 @@ class UserRun(Run):
         groups = await super().sample_and_score(prompts, *args, **how)
         rewards = []
         for episode in chain(*groups):
-            write_line(self.samples, sample_row(episode))
+            if self.cfg.samples:
+                write_line(self.samples, sample_row(episode))
             rewards.append(sum(episode.rewards))
         self.mean_reward = fmean(rewards) if rewards else None
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
@@ -3712,7 +3715,6 @@ class UserRun(Run):
 
 
 def sample_row(episode: Episode) -> Record:
-    """Returns a line of --samples."""
     messages = []
     for turn, response in zip(episode.prompt.turns, episode.responses):
         messages += [*turn.messages, {"role": "assistant", "content": response}]
@@ -4098,7 +4100,7 @@ class BlockWriter(WeightWriter):
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
-        copies = {name: tensor.detach().to(dtype, copy=True) for name, tensor in tensors.items()}
+        copies = {name: tensor.detach().to(dtype) for name, tensor in tensors.items()}
         super().__init__(copies, num_readers)  # now in one block
         if self.block.is_cuda:
             pin(self.arena)
@@ -4776,7 +4778,7 @@ async def demo_hosts(report: Report) -> None:
     num_transfers = await pool.outlet.traffic.call_one()
     publishing.cancel()
     report.check("torn reads of 100", sum(answers), "==", 0)
-    report.check("replicas lost with their host", len(service.failures), "==", 2)
+    report.check("replicas lost with their host", len(service.failures), ">", 1)
     report.check("transfers of a version to a host", max(num_transfers.values()), "==", 1)
     await service.close()
     for worker in workers:
@@ -4853,8 +4855,7 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        is_ours = name[2:].replace("-", "_") in texts  # such as --max_staleness
-        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED) or [name if is_ours else "--help"]
+        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED) or ["--help"]
         raise UsageError(f"unknown: {unknown[0]}; see {ours.pop()}")
 
     given = vars(known)
@@ -4898,7 +4899,8 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
     is_learned = cfg.reward == "model"
-    inputs = real_paths(cfg.model, cfg.task, cfg.reward, cfg.preferences)
+    # "repeat" and "model" are no files.
+    inputs = real_paths(*{cfg.model, cfg.task, cfg.reward, cfg.preferences} - {"repeat", "model"})
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4966,7 +4968,7 @@ async def run_command(cfg: Flags) -> int:
                 loop.remove_signal_handler(each)
                 signal.signal(each, signal.SIG_IGN)
             with suppress(OSError):
-                print("ending, after this step")
+                print("ending; a step is finished first")
 
         for number in ENDING:
             loop.add_signal_handler(number, end, number)
