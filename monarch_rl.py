@@ -9,7 +9,7 @@ A generator samples while the trainer learns. Samples are at most K weight versi
 (--max-staleness), no response mixes two versions, and a generator that dies only delays the run:
 
     python monarch_rl.py                      the tour: all stages, 3 minutes on two cores
-    python monarch_rl.py --stage weight_sync  stages 1 to 7: weight_sync is 7
+    python monarch_rl.py --stage weight_sync  stages 1 to 7, up to weight_sync
     python monarch_rl.py --train --model FOLDER_OR_HUB_ID --task FILE.jsonl    your own run
 
     prompts -> Generator -> list[Episode] -> RewardWorker -> Group -> ReplayBuffer -> batch
@@ -27,8 +27,8 @@ which checks one rule by measurement, and prints a one-line edit that violates i
      5 supervision     exception, crash, hang, infinite loop: who detects each, and how fast
      6 service         every request is answered once, although replicas crash and hang
      7 weight_sync     no read mixes versions; a sync costs one memory copy
-     8 reshard         from one sharding to another, each byte that is needed is written once
-     9 rollout         what was recorded while sampling is what the trainer recomputes
+     8 reshard         resharding writes every needed byte exactly once
+     9 rollout         the trainer recomputes the log-probabilities that sampling recorded
     10 losses          which estimator follows the true gradient, and how noisily
     11 sync_rl         the loop, one thing at a time
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
@@ -126,11 +126,11 @@ class UsageError(Exception):
 class Config:
     """Each field is also a flag: --max-staleness, for example."""
 
-    seed: int = 0  # of the prompts, the sampling and fresh models
+    seed: int = 0  # random seed of prompts, sampling and models
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
-    max_new_tokens: int = 0  # of a response; 0: as the task says (Part II)
-    temperature: float = 1.0  # of the sampling
+    max_new_tokens: int = 0  # of a response; 0: set by the task (Part II)
+    temperature: float = 1.0  # of sampling: divides logits
     tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
@@ -141,7 +141,7 @@ class Config:
     clip_low: float = 0.2  # of the importance ratio, below 1
     clip_high: float = 0.2  # of the importance ratio, above 1
     entropy: float = 0.0  # the weight of an entropy bonus
-    lr: float = 0.0  # learning rate; 0: 1e-6, tiny_policy 1e-3 (Part II)
+    lr: float = 0.0  # learning rate; 0: 1e-6, or 1e-3 for the tiny policy (Part II)
     eval_prompts: int = 256  # the held-out prompts of an evaluation
 
 
@@ -260,8 +260,8 @@ async def demo_hello_actor(report: Report) -> None:
     lost = await lost_by_threads(200)
     report.check("additions of 200 lost by threads", lost, ">", 0)
 
-    # A process on this host, and an actor in it. `spawn` returns a reference at once; `call_one`
-    # sends a message, and returns an awaitable for the answer.
+    # Starts a process on this host, and an actor in it. `spawn` returns a reference at once;
+    # `call_one` sends a message, and returns an awaitable for the answer.
     procs = this_host().spawn_procs(per_host={"worker": 1})
     total = procs.spawn("total", Accumulator)
     report.say(f"this is process {os.getpid()}; the actor: {await total.where.call_one()}")
@@ -380,7 +380,7 @@ async def demo_rdma_transfer(report: Report) -> None:
     await sleep(0.2)  # now the owner is inside `sum`
     await handle.read_into(mine)  # mechanism: rdma_transfer
     pulled_s = time.time()
-    report.check("s that `compute` outlasted the pull", await busy - pulled_s, ">", 0)
+    report.check("s from the pull to the end of `compute`", await busy - pulled_s, ">", 0)
     report.check("bytes that differ", int((mine != expected).sum()), "==", 0)
     await procs.stop()
 
@@ -442,8 +442,7 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# `until_dead` and `until_unresponsive` detect failures. Monarch also calls `__supervise__` of
-# the spawning actor, but it polls, which takes seconds.
+# Monarch also calls `__supervise__` of the spawning actor, but it polls, which takes seconds.
 
 
 class Worker(Actor):
@@ -466,7 +465,7 @@ class Worker(Actor):
     async def run(self, what: Any, *args: Any) -> Any:
         """Runs a method, given by its name, or a function that takes this worker, in the thread."""
         method = getattr(type(self), what) if isinstance(what, str) else what
-        # Calls method(self, *args) in this context, which current_rank needs: a thread's is empty.
+        # Calls method(self, *args) with a copy of the context variables, which current_rank reads.
         in_context: Any = contextvars.copy_context().run
         return await get_running_loop().run_in_executor(
             self.thread, in_context, method, self, *args
@@ -512,7 +511,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # After a Ctrl-Z the first half may time out at once; the second receives the answer.
+            # A Ctrl-Z may use up the first half, as the clock runs on; the second gets the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -761,7 +760,7 @@ class Service:
             # Always 30 s: imports may hold the GIL for seconds.
             async with replica.watched(30.0):
                 replica.result = await self._ask(replica, "setup", number, *self.setup_args)
-            # From here on it gets requests.
+            # Now the replica gets requests.
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
@@ -802,7 +801,7 @@ class Processes:
 
 
 class Pool:
-    """Starts and ends the processes of replicas. Part II reuses some, and sets the fields."""
+    """Starts and ends the processes of replicas. Part II reuses processes and sets the fields."""
 
     bootstrap: Callable[[], None] | None = None  # runs first in each process
     command: Any = None  # starts a process; by default Monarch's own
@@ -865,7 +864,7 @@ async def demo_service(report: Report) -> None:
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
 # The core is `Arena.lease` and `Arena.free_slot`; the rest is memory layout.
 #
-# A slot is CPU staging, a copy in host memory: the trainer need not know its readers. Left,
+# A slot is a copy in host memory (CPU staging): the trainer never waits for readers. Left,
 # a broadcast begins when all members have called it, so the trainer waits for the last rollout.
 # Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
@@ -894,8 +893,8 @@ async def demo_service(report: Report) -> None:
 #
 # Why no read is torn. The header changes under a lock. The slot that is written is neither the
 # latest nor leased, and only the latest can be newly leased; so it is not read before `commit`. A
-# reader keeps its lease until its next one, so its slot is not written. Without a lease,
-# the second publish may overwrite the slot.
+# reader keeps its lease until its next one, so its slot is not written. Without a lease, the
+# second publish may overwrite it; the first spares the latest slot.
 #
 # The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
 # overwrites its lease.
@@ -940,7 +939,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call. At first (-1, last slot)."""
+        """Leases the latest (version, slot) until the next call. At first (-1, 3) of 4 slots."""
         with self.locked():
             version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -954,7 +953,7 @@ class Arena:
         return min(set(range(self.num_slots)) - taken)
 
     def commit(self, version: int, slot: int) -> None:
-        """Makes a slot, which is complete, the latest."""
+        """Makes a complete slot the latest."""
         # One word holds both, so a killed writer stores both or neither.
         with self.locked():
             self.words[self.LATEST] = version * self.num_slots + slot
@@ -1060,7 +1059,7 @@ Layout = tuple[TensorSpec, ...]
 def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
     """Returns the layout of tensors in a slot.
 
-    dtype: of floating-point tensors in the slot; by default their own (Part II: bfloat16).
+    dtype: type of floating-point tensors. Default: unchanged (Part II: bfloat16).
     """
     specs = []
     offset = 0
@@ -1068,7 +1067,7 @@ def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
         in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         num_bytes = tensor.numel() * in_slot.itemsize
         specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
-        # The next tensor begins on a cache line, because aligned copies are faster.
+        # The next tensor begins on a cache line: `view(dtype)` needs aligned offsets.
         offset += ceil(num_bytes / 64) * 64
     return tuple(specs)
 
@@ -1094,7 +1093,7 @@ def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
     handle = ArenaHandle(path, layout, num_readers)
     arena = Arena(handle)
-    weakref.finalize(arena, os.close, descriptor)  # freed when the last mapping is closed
+    weakref.finalize(arena, os.close, descriptor)  # memory is freed with its last mapping
     for word in range(Arena.LEASES + num_readers):
         arena.words[word] = Arena.NOTHING
     # Touches all pages now: in a publish, page faults would cost more than the copy.
@@ -1117,7 +1116,7 @@ class ReaderWorker(Worker):
         self.reader = make_reader(number, blocks(num_blocks))
 
     def read(self, num_reads: int, num_versions: int, keeps_lease: bool) -> int:
-        """Returns how many reads were torn. One spans num_versions publishes, as a rollout does."""
+        """Returns how many reads were torn. A read spans num_versions publishes, as rollouts do."""
         num_torn = 0
         arena = self.reader.arena
         for _ in range(num_reads):
@@ -1236,7 +1235,7 @@ class ShardedWriter(WeightWriter):
     """Publishes one rank's shards of DTensors. dtype: as in `layout_of`."""
 
     def __init__(self, tensors: Record, num_readers: int, dtype: torch.dtype | None = None) -> None:
-        # A process group of its own, because the copy runs beside the collectives of the next step.
+        # The copy runs beside the collectives of the next step, so it needs its own process group.
         self.group: Any = dist.new_group(backend="gloo")
         self.rank = dist.get_rank()
         # Rank 0 makes the arena (shapes are global), and the others map it.
@@ -1310,7 +1309,7 @@ class ShardWorker(Worker):
 
 @stage(instead="pass")
 async def demo_reshard(report: Report) -> None:
-    """From one sharding to another, each byte that is needed is written once."""
+    """Resharding writes every needed byte exactly once."""
     from torch.distributed.tensor import Shard
 
     # Two ranks write shards of rows.
@@ -1345,7 +1344,7 @@ async def demo_reshard(report: Report) -> None:
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
 #   its id               later turns append to the recorded ids; text is never tokenized again
 #   its log-probability  in fp32, under the distribution that it was drawn from
-# Cost. Three numbers per token: id, turn and log-probability.
+# Cost. Three numbers per token: id, log-probability, and turn (9b).
 # `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
 #
 # -- 9a. Tasks and prompts ---
@@ -1370,7 +1369,7 @@ class Prompt:
 
     @property
     def is_held_out(self) -> bool:
-        """True for one prompt in ten, by a checksum of its text: never trained on."""
+        """Whether to hold out this prompt: one in ten, by a checksum of its text."""
         if self.held_out is not None:
             return self.held_out
         text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
@@ -1398,7 +1397,7 @@ class Task:
         raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Returns the reward of each turn, in sum 1 if all are right (Part II: or why none)."""
+        """Returns rewards of turns, with sum 1 if all are right (Part II: or an error, a str)."""
         pairs = zip(prompt.turns, responses)
         return [self.grade(turn.answer, response) / len(responses) for turn, response in pairs]
 
@@ -1449,8 +1448,8 @@ class RetryTask(Task):
 # -- 9b. What is recorded ---
 #
 # An episode. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one. The user
-# has said u u u; the policy a, and then d e f g, which is truncated: a response has at most four
-# tokens with its end.
+# says u u u twice. The policy answers a, then d e f g, which is truncated: a response has at most
+# four tokens with its end.
 #
 #   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
 #   turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
@@ -1477,7 +1476,7 @@ class Episode:
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
         # A later turn begins with the <e> of the previous response: <e> <u> u u u <e> <a>. A
-        # complete response has sampled it; a truncated one has not, whatever its last token.
+        # complete response has sampled it; a truncated one ends with an equal token only by chance.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1496,7 +1495,7 @@ def tiny_policy(seed: int) -> tuple[Any, Any]:
     """Returns (tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
     import transformers  # here: it takes a second, and only processes with a policy need it
 
-    # Renders as <user>abc<end><assistant>.
+    # A prompt: <user>abc<end><assistant>.
     tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
     tokenizer = transformers.Qwen2Tokenizer(
@@ -1594,7 +1593,7 @@ class Policy:
         chosen = logp.gather(1, targets[:, None]).squeeze(1)
         # Without a bonus in the loss, the entropy needs no gradient, which would take memory.
         with torch.set_grad_enabled(self.learns_entropy):
-            # The sum of -p log p. If a logit is -inf, so is log p: unclamped, its gradient is NaN.
+            # The sum of -p log p. Unclamped, a logit of -inf has the gradient 0 * inf: NaN.
             return chosen, torch.special.entr(logp.clamp(min=-80).exp()).sum(-1)
 
 
@@ -1617,7 +1616,7 @@ class Decoder:
 
         self.policy = policy
         self.cache: Any = DynamicCache(config=policy.model.config)
-        # Each distinct row once.
+        # Feeds each distinct row once.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
@@ -1717,8 +1716,8 @@ def rollout(
 ) -> list[Episode]:
     """Samples all turns that have no response. Returns the episodes that fit the context.
 
-    seed: of the sampling. If None, decodes greedily.
-    version: of the policy's weights, for the record.
+    seed: random seed. None: greedy decoding.
+    version: version of the policy's weights, for the record.
     """
     rng = None
     if seed is not None:
@@ -1735,7 +1734,7 @@ def rollout(
             # The oldest version counts: later turns may be sampled by newer weights.
             if turn == 0:
                 episode.version = version
-            # A group shares a Prompt, and its episodes stand next to each other.
+            # The episodes of a group are adjacent, and share a Prompt.
             if episode.prompt is not prompt:
                 prompt = episode.prompt
                 ids = policy.prompt_ids(prompt, turn)
@@ -1795,7 +1794,7 @@ def num_asked_again(episodes: list[Episode]) -> int:
 
 @stage(instead="logits = self.logits.bfloat16()")
 async def demo_rollout(report: Report) -> None:
-    """What was recorded while sampling is what the trainer recomputes."""
+    """The trainer recomputes the log-probabilities that sampling recorded."""
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
@@ -1808,7 +1807,7 @@ async def demo_rollout(report: Report) -> None:
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
 
-    # Conversations with an environment, as long as it replies.
+    # An environment's turns depend on the responses: no letter is asked again.
     environment = RetryTask(cfg.seed)
     episodes = new_episodes([environment.prompt(number) for number in range(16)], 1)
     seeds = count()
@@ -1838,8 +1837,8 @@ async def demo_rollout(report: Report) -> None:
 #
 #   grad J = sum of R grad p = sum of p (R grad log p) = mean of R grad log p over samples
 #
-# A baseline b from other samples adds no bias: its term is -b times the gradient of the sum of p,
-# and that sum is 1.
+# A baseline b from other samples adds no bias: the mean of b grad log p is b grad (sum of p), and
+# that sum is 1.
 #
 # From responses to tokens. log p of a response is the sum of log p of its tokens, so each token
 # gets the gradient A grad log p with the advantage of its response. The ratio of a response, the
@@ -1977,7 +1976,7 @@ class Learner:
         for group in groups_of(episodes):
             by_turn = [[0.0] for _ in group]  # by_turn[i][turn]; turn 0: not sampled
             for turn in range(1, 1 + max(len(episode.rewards) for episode in group)):
-                # Episodes that have this turn, so all before.
+                # Episodes with this turn have all earlier ones.
                 members = [i for i, episode in enumerate(group) if turn <= len(episode.rewards)]
                 to_go = torch.tensor([sum(group[i].rewards[turn - 1 :]) for i in members])
                 gains = advantages(to_go, self.cfg.advantage).tolist()
@@ -2040,7 +2039,7 @@ class Learner:
         everything = list(range(len(advantage)))
         if self.cfg.entropy:
             return everything
-        # If no row has one: all rows, with gradient 0, for statistics.
+        # If all advantages are 0, keeps all rows, for statistics.
         return [row for row in everything if any(advantage[row])] or everything
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
@@ -2050,7 +2049,7 @@ class Learner:
         """
         parts = []
         while rows:
-            # All are padded to the longest.
+            # Rows are padded to the longest.
             longest = len(episodes[rows[0]].ids)
             num_rows = max(1, self.cfg.tokens_per_micro_batch // longest)
             parts.append(rows[:num_rows])
@@ -2092,12 +2091,12 @@ class Bandit:
         """Returns gradients [batches, 4, 16], each from one batch of samples."""
         shape = (len(self.samples), 4, 16)
         tables = now.expand(shape).clone().requires_grad_()  # one copy for each batch
-        # [batches, 4, 8]: of each sample its log-probability now and then, and its advantage.
+        # [batches, 4, 8]: log-probability now and when sampled, and advantage of each sample.
         logp = tables.log_softmax(-1).gather(2, self.samples)
         old_logprobs = self.old.log_softmax(-1).expand(shape).gather(2, self.samples)
         advantage = advantages(self.rewards.expand(shape).gather(2, self.samples), kind)
         losses = LOSSES[loss](logp, old_logprobs, logp.detach(), advantage, cfg)
-        # Loss i depends only on table i, so the gradient of the sum has that of each.
+        # Loss i depends only on table i: the gradient of the sum holds that of each loss.
         mean_losses = losses.mean((1, 2))  # [batches]
         return -torch.autograd.grad(mean_losses.sum(), tables)[0]
 
@@ -2140,7 +2139,7 @@ async def demo_losses(report: Report) -> None:
         step = bandit.true_gradient(now)
         now = now + 0.5 * step / step.norm()
     fresh = [bandit.compare(old, "reinforce", kind) for kind in ("none", "leave_one_out")]
-    # In a first update `decoupled` has the gradient of `reinforce` times the ratio, at most 2.
+    # Here prox is now, so `decoupled` has the gradient of `reinforce` times the ratio, at most 2.
     stale = [bandit.compare(now, loss, "leave_one_out") for loss in ("reinforce", "decoupled")]
     rows = [{"staleness": 0, **row} for row in fresh]
     report.table(rows + [{"staleness": 8, **row} for row in stale])
@@ -2222,7 +2221,7 @@ async def scatter_gather(
 Conversations = list[tuple[Prompt, list[str]]]  # of one group: (prompt, responses)
 
 
-# Each worker calls one of these in its own process. Part II passes others.
+# Each worker process calls one of these functions. Part II passes others.
 
 
 def make_learner(cfg: Config) -> tuple[Learner, WeightWriter]:
@@ -2314,7 +2313,7 @@ class Progress:
 
     rows: list[Record] = field(default_factory=list)  # of each step
     heldout: list[Any] = field(default_factory=list)  # (version, accuracy) pairs
-    num_drawn: int = 0  # the first number not yet drawn
+    num_drawn: int = 0  # next prompt number, not a count
     # Numbers of prompts at a generator, reward worker, buffer or trainer.
     in_flight: set[int] = field(default_factory=set)
     # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
@@ -2489,7 +2488,7 @@ def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     """Returns at most num_prompts held-out prompts of a task, each once."""
     by_text: dict[str, Prompt] = {}
-    # Plenty for one in ten, or for a test set of 5 % of the lines.
+    # Enough if one in ten is held out, or 5 % of a file's lines.
     for number in range(30_000):
         prompt = task.prompt(number)
         if prompt.is_held_out:
@@ -2517,7 +2516,7 @@ async def begin_demo(report: Report) -> Run:
 
 @stage(instead="version = 0")
 async def demo_sync_rl(report: Report) -> None:
-    """The loop, one thing at a time: both programs agree, and the accuracy rises."""
+    """In a synchronous loop both programs agree, and the accuracy rises."""
     run = await begin_demo(report)
     before = await run.evaluate() or 0.0
     await train_sync(run, 100)
@@ -2586,17 +2585,17 @@ async def generating(
 
     If the body or `generate` raises, the other is cancelled.
 
-    num_batches: the most that are in flight; by default K + 1.
+    num_batches: maximum in flight. Default: K + 1.
     """
     buffer = ReplayBuffer(run, max_staleness, num_batches or max_staleness + 1)
     try:
         async with TaskGroup() as tasks:
             producer = tasks.create_task(generate(buffer, tasks))
             yield buffer
-            # No new requests. Leaving the TaskGroup waits.
+            # Ends new requests. The TaskGroup waits for the rest.
             producer.cancel()
     except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None  # the first error, without its group
+        raise errors.exceptions[0] from None  # the first error, not ExceptionGroup
     run.progress.end("dropped", numbers_of(buffer.ready))
 
 

@@ -1997,7 +1997,7 @@ if __name__ == "__main__":
     sys.exit(m.main(["--json", "out.json"]))
 """
 CHECKS = """additions of 200 lost by the actor|members of 4 that ran under `call`
-|s that `compute` outlasted the pull|witnesses of 3 in the journal of this process
+|s from the pull to the end of `compute`|witnesses of 3 in the journal of this process
 |hangs detected by the ping|requests of 400 with the right answer|torn reads of 96 with leases
 |bytes written / bytes needed|k3 of recorded and recomputed|push with a clip / without
 |largest staleness|largest staleness|largest difference of a weight|right letters, critic - batch
