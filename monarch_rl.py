@@ -2697,13 +2697,11 @@ async def demo_async_rl(report: Report) -> None:
 
 
 # ==== PART II: further ====
-# Your models, data, runs and GPUs, harder rewards, more hosts.
+# Part II adds your models, data, runs and GPUs, harder rewards, and more hosts.
 
 
 @dataclass(frozen=True)
 class Flags(Config):
-    """Adds flags to those of Part I."""
-
     stage: str = ""  # run all stages up to this one
     only: str = ""  # run this stage alone
     train: bool = False  # train --model on --task
@@ -2717,7 +2715,7 @@ class Flags(Config):
     steps: int = 100  # training steps
     max_turns: int = 8  # of a conversation with an environment
     trainers: int = 1  # ranks of the trainer (FSDP2)
-    hosts: str = ""  # shared folder: generators run on its worker hosts
+    hosts: str = ""  # shared folder of worker hosts, for generators
     worker: str = ""  # shared folder: this machine is a worker host
     kl: float = 0.0  # weight of the divergence from version 0
     sft_steps: int = 0  # supervised steps before RL
@@ -2735,7 +2733,7 @@ class Flags(Config):
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline. Episodes without a reward are left out: 0 would punish them.
-# Cost. Per reward worker, a process that computes, and its `guard`.
+# Cost. Two processes per reward worker: one computes, one guards it.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -2798,7 +2796,7 @@ class HubPolicy(Policy):
         config = self.model.config.get_text_config()
         self.context = getattr(config, "max_position_embeddings", None) or 1 << 20
         rope = getattr(config, "rope_parameters", None) or {}
-        # Phi-3 rotates keys otherwise past the original length: cached keys would be wrong.
+        # Past its original length Phi-3 rotates keys differently: cached keys would be wrong.
         if rope.get("rope_type") == "longrope":
             self.context = min(self.context, rope["original_max_position_embeddings"])
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
@@ -2852,7 +2850,7 @@ class HubPolicy(Policy):
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
-        # The same with cuts: no token is left to act on.
+        # If the rest differs, the template has acted on a token.
         _, cut = self.render_turn((*earlier, Turn(tuple(messages), None)))
         if cut.replace(CUT, "") != text:
             raise UsageError(f"the template reads control tokens in: {last.messages}")
@@ -2860,9 +2858,9 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Keeps the tags of a thought, for `final_part`; <think> may end the prompt."""
+        """Returns text with thought tags. The prompt may end with the first, <think>."""
         start = episode.turn_of.index(turn)
-        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # 9 tokens spell "<think>\n"
+        prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # enough for "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
         ids = [token for token in episode.ids[start:] if token not in self.end_ids]
         text = opening + self.tokenizer.decode(ids)
@@ -2874,7 +2872,7 @@ class HubPolicy(Policy):
         if not self.has_graphs:
             return prefilled
         num_rows, width = prefilled.mask.shape
-        # Only grows, by 256 columns: recordings are rare.
+        # Rows and columns only grow, so recordings are rare.
         wanted = (num_rows, ceil((width + self.max_new_tokens) / 256) * 256)
         kept = self.graph.mask.shape if self.graph else (0, 0)
         shape = tuple(max(pair) for pair in zip(wanted, kept))
@@ -2932,7 +2930,7 @@ def lines_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> Prompt:
-    """Converts {"prompt": text or messages, "answer": ...}, or its JSON, or a Prompt."""
+    """Returns a Prompt, from {"prompt": text or messages, "answer": ...} or its JSON."""
     if isinstance(record, Prompt):
         return replace(record, number=number)
     try:
@@ -2947,7 +2945,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # FileTask compares final parts. That of "*" is empty, like no response.
+        # The final part of "*" is empty, so an empty response would be right.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
         held_out = record.get("held_out")
@@ -2964,15 +2962,16 @@ BOX = r"""(?x) \\boxed \{ (
     | \{ (?: [^{}]            # any in braces, or
         | \{ [^{}]* \} )* \}  # any in braces in braces
     )* ) \}"""
-# Marks of Qwen, Magistral and gpt-oss:
+# Marks of Qwen, Magistral, gpt-oss, GSM8K:
 THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
 ANSWER = r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>|####"
-NUMBER = r"-?\d*\.?\d+(?:e[-+]?\d{1,3})?"  # 7, -3.50, 1e-5; Decimal refuses huge exponents
+# 7, -3.50, 1e-5, not the 2 of 1/2 or cm^2. Decimal refuses huge exponents.
+NUMBER = r"(?<![\d/^])-?\d*\.?\d+(?:e[-+]?\d{1,3})?"
 
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
-    # The text after the last mark; ignore an unclosed thought.
+    # Takes the text after the last mark, without an unclosed thought.
     text = re.split(THOUGHT, re.split(ANSWER, text)[-1])[0]
     text = [text, *re.findall(BOX, text)][-1]
     # One code point per accented letter; "-" for the minus sign; 1,000 -> 1000.
@@ -3019,7 +3018,7 @@ def load_python(spec: str) -> Any:
             f'{spec}: not FILE.py:NAME; a data set, as --task: ds.to_json("FILE.jsonl")'
         )
     sys.path.append(str(file.parent))  # last, so it hides no module
-    # Workers add it to sys.path, to unpickle answers. A task's folder replaces --reward's.
+    # Workers add it to sys.path, to unpickle answers. --task, loaded last, overrides --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3083,7 +3082,7 @@ class UserProcess:
 
     cfg: Flags
     executor: ProcessPoolExecutor = field(init=False)
-    pid: int | None = None  # also of its process group; None: no process
+    pid: int | None = None  # also its process group; None: no process
 
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
         results: list[Any] = []
@@ -3100,7 +3099,7 @@ class UserProcess:
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
             args = (call_task, self.cfg, method, groups)
-            # Unnamed, so that no traceback keeps the future, and with it `self`, alive. 2 s more:
+            # A variable for the future would keep it, and `self`, alive in a traceback. 2 s more:
             # late coroutines time out by themselves.
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
@@ -3119,14 +3118,14 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks. The child computes. When it or the worker ends, the parent kills its children."""
+    """Forks. The child computes. Once it or the worker has ended, the parent kills the rest."""
     os.setpgid(0, 0)  # `kill_group` of the worker spares it
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a script, one may import from this folder, and set a start method.
+        # As in a script: child programs import from their folder, and a start method can be set.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3144,13 +3143,13 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns results of all groups, or up to one without coroutines: a deadline each."""
+    """Returns the results of groups, up to the first that has no coroutines."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
         if not is_awaitable(results[-1]):
             break
-    # After the plain calls, whose own asyncio.run would fail inside a running loop.
+    # Runs after the plain calls: their own asyncio.run would fail inside a running loop.
     results = RUNNER.run(awaited(results, cfg.reward_deadline))
     return [
         [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
@@ -3221,7 +3220,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 # Rule. A checkpoint is one file: weights and moments in fp32, which prompts were drawn and which
 #   were in flight, and the log. It gets its name once it is synced to disk. No random state is
 #   saved: prompts' numbers are the seeds.
-# Cost. Three files, the newest two and the next, of 12 bytes per parameter (a weight, two moments).
+# Cost. Three files of 12 bytes per parameter (a weight, two moments): two, and the next.
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
@@ -3296,7 +3295,7 @@ async def train_saved(
         if cfg.eval_every and step % cfg.eval_every == 0:
             await evaluate()
 
-    # Either loop, one step at a time.
+    # Runs either loop one step at a time.
     sampling = generating(run, cfg.max_staleness) if cfg.max_staleness else nullcontext()
     async with sampling as buffer:
         train = partial(learn, buffer) if buffer else partial(train_sync, run)
@@ -3356,7 +3355,7 @@ class Checkpoints:
         return "", SavedProgress()
 
     async def save(self, run: Run) -> bool:
-        """Returns whether a checkpoint is written."""
+        """Writes a checkpoint. Returns whether it could."""
         path = self.folder / f"step_{run.version:08}.pt"
         try:
             state = progress_state(run.progress)
@@ -3370,7 +3369,7 @@ class Checkpoints:
 
 
 def progress_state(progress: Any) -> Record:
-    """Returns a dict. Requeues groups in flight."""
+    """Requeues groups in flight."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
@@ -3405,8 +3404,8 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are NaN, or too large for finite logits."""
-    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # over all ranks
-    # A score q * k has four weights as factors: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
+    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # `whole`: over all ranks
+    # q * k has four weights as factors, two of norms: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
@@ -3419,7 +3418,7 @@ def export(trainer: Trainer, folder: str) -> None:
     if current_rank().rank > 0:
         return
     try:
-        # An older export may have these, for another format.
+        # Removes files of an older export in another format.
         for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
             Path(folder, stale).unlink(missing_ok=True)
         policy.model.save_pretrained(folder, state_dict=state)
@@ -3429,7 +3428,7 @@ def export(trainer: Trainer, folder: str) -> None:
 
 
 def write_durably(path: Path, content: Record | str) -> None:
-    """Replaces a file. At any time it has the old or the new content."""
+    """Replaces a file: it always has the old or the new content."""
     beside = path.with_name(path.name + ".new")
     try:
         with open(beside, "wb") as file:
@@ -3502,7 +3501,7 @@ async def demo_recovery(report: Report) -> None:
 
 
 # == YOUR OWN RUN ====
-# Problem. A run must log, resume, keep its flags, and export.
+# Problem. The next command needs the weights, flags and log of this one.
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
 #   flags.json    flags of the newest --train
@@ -3515,7 +3514,7 @@ async def demo_recovery(report: Report) -> None:
 async def run_user_command(report: Report, cfg: Flags) -> Record:
     folder = Path(cfg.checkpoint or report.folder / "run").resolve()
     checkpoints = Checkpoints(folder)
-    # The user's flags, before model/ replaces --model.
+    # `cfg` still has the user's flags. Below, model/ replaces --model.
     work = partial(do_command, checkpoints, cfg)
     model = folder / "model"
     if model.is_dir():
@@ -3637,7 +3636,7 @@ class UserRun(Run):
             rewards.append(sum(episode.rewards))
         self.mean_reward = fmean(rewards) if rewards else None
         self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
-        # 20 end the run, or 2 if the newest evaluation brought none, either, and is None.
+        # 20 in a row end the run; 2 do if the newest evaluation had no reward, either (None).
         _, newest = [(0, 0.0), *self.progress.heldout][-1]
         if self.num_fruitless >= (2 if newest is None and self.held_out else 20):
             reason = ["no prompt fits the context", *self.errors][-1]
@@ -3685,7 +3684,7 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(self.step_and_log(groups))  # else weights lack a row
+        await finished(self.step_and_log(groups))  # else a cancelled step has no row
 
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
@@ -3781,7 +3780,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Copies stand in for the weights in fp32, to which their gradients pass.
+        # Copies replace the fp32 weights in forward passes, and pass gradients to them.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3799,8 +3798,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers a layer on all ranks at once, so all cut their rows like `longest`, rank 0's.
-        # Lengths 9 8 7 6 5: `longest` 9 7 is cut 9 | 7. Rank 0 has 9 | 7 5, and rank 1 8 | 6.
+        # FSDP gathers a layer on all ranks at once, so all need equally many parts. Each cuts its
+        # rows like `longest`. Lengths 9 8 7 6 5: 9 | 7. Rank 0 has 9 | 7 5, and rank 1 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3835,7 +3834,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
-        reference = HubPolicy(cfg, dtype)  # version 0, in the policy's dtype
+        reference = HubPolicy(cfg, dtype)  # version 0, in the dtype of forward passes
         reference.model.load_state_dict(whole_state(policy))
         reference.has_chunks = policy.has_chunks
         penalty = partial(divergence, reference, cfg.kl)
@@ -3955,7 +3954,7 @@ def warm_start(trainer: Trainer, num_steps: int) -> None:
 
 # -- saved flags ---
 
-# Not saved:
+# These flags are not saved.
 OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log samples json".split()
 
 
@@ -3994,7 +3993,7 @@ def save_flags(cfg: Flags, folder: Path) -> None:
 # Cost. Memory of idle processes.
 
 
-# PR_SET_PDEATHSIG: it dies with its parent. Monarch sets this too late, after its imports.
+# PR_SET_PDEATHSIG: the process dies with its parent. Monarch sets it after its imports: late.
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -4003,10 +4002,10 @@ if os.getppid() == {}:  # else its parent is gone
 
 
 def prepare_process() -> None:
-    # The user's folder, or "", the current one.
+    # Imports from the user's folder, or "", the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # A batch system sends signals of ENDING to workers, too, but a save needs the workers. getpid
-    # is a handler without effect; the user's programs would inherit SIG_IGN.
+    # A batch system sends SIGTERM to workers, too, but a save needs the workers. getpid is a
+    # handler without effect; the user's programs would inherit SIG_IGN, but not a handler.
     libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
@@ -4047,8 +4046,8 @@ def release(worker: Worker) -> None:
 
 
 # == ON GPUS ====
-# Problem. A copy of each tensor into pageable memory moves 1 GB/s; a PCIe 5 bus has 55. Python
-#   starts hundreds of kernels per token, and the GPU waits for it. The logits of 8,192 tokens over
+# Problem. Copies of single tensors into pageable memory use little of a bus's 55 GB/s (PCIe 5).
+#   Python starts hundreds of kernels per token, and the GPU waits. The logits of 8,192 tokens over
 #   a vocabulary of 150,000 take several times 5 GB in fp32.
 # Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
 #   Compute logits in chunks, and again in the backward pass.
@@ -4061,13 +4060,11 @@ def release(worker: Worker) -> None:
 
 
 def device_of(cfg: Flags) -> str:
-    """Returns --device or its default."""
     has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
 def dtype_of(cfg: Any) -> torch.dtype:
-    """Returns --dtype or its default."""
     default = "bfloat16" if cfg.device == "cuda" else "float32"
     return getattr(torch, cfg.dtype or default)
 
@@ -4092,10 +4089,7 @@ def pin(arena: Arena) -> None:
 
 
 class BlockWriter(WeightWriter):
-    """Publishes weights on any device, in any dtype.
-
-    `publish` casts them into a block. Then they may change.
-    """
+    """`publish` casts the weights into a block, in any dtype. Then they may change."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
@@ -4138,8 +4132,8 @@ class BlockReader(WeightReader):
 class GraphDecoder(Decoder):
     """Decodes by a CUDA graph, which replays the kernels of one token.
 
-    Shapes and addresses are fixed: the cache has a fixed length, finished rows stay in the batch,
-    and new weights replace the old ones in place (BlockReader).
+    Shapes and addresses are fixed: finished rows stay in the batch, and BlockReader writes new
+    weights in place.
     """
 
     def __init__(self, prefilled: Decoder, num_rows: int, length: int) -> None:
@@ -4149,7 +4143,7 @@ class GraphDecoder(Decoder):
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Also for sliding windows: the mask hides the rest. `lazy_initialization` reads shapes.
+        # Sliding windows have all columns, too: the mask hides the old. Only shapes are read below.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
@@ -4157,7 +4151,7 @@ class GraphDecoder(Decoder):
         self.cache = Cache(layers=layers)
         self._pass()  # warms up the libraries
         self.graph = torch.cuda.CUDAGraph()
-        # Else the stream may be of another GPU, and calls of other threads fail.
+        # Without these, the stream may be of another GPU, and calls of other threads fail.
         how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
@@ -4198,7 +4192,7 @@ class GraphDecoder(Decoder):
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Computes Policy.token_logprobs in chunks of tokens.
 
-    The head here returns [N, 2], not logits, so that FSDP's hooks run in the model's own forward.
+    The head here returns [N, 2], not logits: FSDP gathers it only in the model's own forward.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -4234,8 +4228,8 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 # Problem. A user does not have the same conversation eight times, so there is no group. The mean of
 #   the batch ignores what is known: how this user rates.
 # Rule. A second network, the critic, predicts V, the sum of later rewards, before each token. The
-#   advantage of a token is that sum minus V (Schulman's GAE, lambda 1), normalized over the batch.
-# Cost. A network as large as the policy, in one process.
+#   advantage of a token is the actual sum minus V (GAE, lambda 1), normalized over the batch.
+# Cost. A network as large as the policy; --trainers must be 1.
 #
 # By example, two turns, not normalized:
 #
@@ -4252,7 +4246,7 @@ def value_network(policy: Policy) -> Any:
     config = copy.deepcopy(policy.model.config)
     config.num_labels = 1
     network = called("no value network", AutoModelForTokenClassification.from_config, config)
-    # The policy's body, and a new head, the last layer, with a bias of 0.
+    # Copies the policy's body. The head is the last layer; its bias is 0 already.
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
@@ -4331,7 +4325,7 @@ def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     task = LetterTask(cfg.seed)
     critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     shares = []
-    # With one number they are one group, whose baseline is the mean of the batch.
+    # All have number 0, so they are one group: its baseline is the mean of the batch.
     prompts = (Prompt(0, prompt.turns[:1]) for prompt in training_prompts(task))
     for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
         for episode in episodes:
@@ -4366,15 +4360,14 @@ async def demo_critic(report: Report) -> None:
 
 # == 15. REWARD MODEL ====
 # Problem. Most of what people want has no reward function. A network can learn which of two
-#   responses they prefer, but is right only about responses like these. If people want exactly one
-#   a, a network that counts each a is right about "bab" and "bob", but rates "aaaa", which nobody
-#   compared, highest.
-# Rule. Penalize the policy's divergence from its first version (--kl): the model is right near it.
+#   responses they prefer, but is right only about responses like those compared. If people want
+#   exactly one a, a network that counts each a is right about "bab" and "bob", but prefers "aaaa".
+# Rule. Penalize the policy's divergence from version 0 (--kl), near which the network is right.
 # Cost. Two more networks, and the policy gains less.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
-# to 0.2 with probability sigmoid(0.8) = 0.69: a loss of 0.37, or else of 1.17.
+# to 0.2 with probability sigmoid(0.8) = 0.69: the loss is 0.37, in reverse 1.17.
 
 Pair = list[Episode]  # chosen, rejected
 
@@ -4501,7 +4494,7 @@ async def demo_reward_model(report: Report) -> None:
     task = TasteTask(LetterTask(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
-    prompts = list(islice(training_prompts(task), 250))  # 4 pairs of 16 each
+    prompts = list(islice(training_prompts(task), 250))  # 16 responses each, 8 in pairs
     with open(file, "w") as lines:
         for group in groups_of(rollout(policy, new_episodes(prompts, 16), cfg.seed)):
             task.compare(group, lines)
@@ -4519,20 +4512,20 @@ async def demo_reward_model(report: Report) -> None:
 
 # == 16. HOSTS ====
 # Terms. A *worker host* runs a *Monarch host*, a process that starts generators, each with an
-#   *agent* for pings. The first has the *relay*, a thread that asks the main process's *outlet* for
-#   versions.
+#   *agent* for pings. The first generator has the *relay*, a thread that asks the *outlet*, an
+#   actor in the main process, for weights.
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and remote processes outlive a failed command.
-# Rule. The relay pulls each version (section 3) into an arena of its host (section 7), which all
-#   generators there read. The generators of a host that answers no ping are replaced. A Monarch
-#   host without pings is killed, and a new one started.
-# Cost. One transfer per version and host, and the work of a lost host.
+# Rule. The relay pulls the latest version (section 3) into an arena of its host (section 7), which
+#   its generators read. If a host answers no ping, they are replaced. A Monarch host without pings
+#   is killed, and a new one started.
+# Cost. At most one transfer per version and host, and the work of a lost host.
 #
 #   machine of the command                    worker host
 #   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
 #                +------ bytes, RDMABuffer ---->+
 #
-# `--worker FOLDER` writes its URL into a shared folder, where `--hosts` reads it.
+# `--worker FOLDER` writes a URL into the shared folder that `--hosts` reads.
 
 # -- 16a. One transfer per version and host ---
 
@@ -4553,7 +4546,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Ends this process, so its host (HostProcess): others there would read old weights.
+        # Ends this process, and so its host (HostProcess), where others would read old weights.
         os._exit(1)
 
 
@@ -4622,7 +4615,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 def this_url() -> str:
     """Returns this machine's URL without a port, such as "tcp://node7"."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of the CA
+    if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of one authority (CA)
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
     return f"tcp://{address}"
@@ -4641,7 +4634,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # A new port of node7 (note: node7.url): Monarch cannot attach to a lost one again.
+    # A new port: Monarch cannot attach to a lost URL again. The stem of node7.url is node7.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4718,7 +4711,7 @@ class HostPool(Pool):
         deadline = time.monotonic() + 12 * SILENCE_S
         while True:
             urls = {*urls_in(self.folder)} - self.silent
-            if time.monotonic() > deadline:  # lost hosts had time for a new URL
+            if time.monotonic() > deadline:  # lost hosts had time to return: others take over
                 urls -= {url for url in urls if self.lost[url].done()}
             for url in urls:
                 has_room = self.started[url] < self.num_processes / len(urls)
@@ -4786,9 +4779,9 @@ async def demo_hosts(report: Report) -> None:
 
 
 # == THE COMMAND LINE ====
-# Defaults for all processes; existing variables win.
+# Variables of all processes. Existing values are kept.
 ENVIRONMENT = {
-    # The period of Monarch's supervision, and its longest silences.
+    # How often Monarch polls actors, and how long they may be silent.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
@@ -4870,7 +4863,7 @@ def read_flags(argv: list[str] | None) -> Flags:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs stages. Exceptions are failed checks."""
+    """Runs stages. An exception is a failed check."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print(f"\n{[*STAGES].index(stage.name) + 1}. {stage.name}: {stage.claim}")
         result: Record = {"name": stage.name, "checks": [], "rows": []}
@@ -4900,6 +4893,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
     is_learned = cfg.reward == "model"
     # "repeat" and "model" are no files.
     inputs = real_paths(*{cfg.model, cfg.task, cfg.reward, cfg.preferences} - {"repeat", "model"})
+    # Printed if the condition is false.
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
@@ -4930,7 +4924,6 @@ def real_paths(*paths: str) -> set[str]:
 
 
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
-    """Yields errors of paths."""
     # "org/name" is a hub id, "./name" and "/a/b" are folders.
     is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
     model = cfg.model if cfg.model.startswith((".", "/", "~")) and not is_saved else ""

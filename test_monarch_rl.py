@@ -1437,13 +1437,13 @@ RIGHT += [(r"not \boxed{41} but \boxed{42}", "42"), ("is -3.50", "-3.5"), ("Pari
 RIGHT += [("«7» 👍", "«7» 👍"), ("cafe\u0301", "caf\u00e9"), ("\u22125", -5), ("0.00001", 1e-5)]
 RIGHT += [(r"$\boxed{12}$ cm$^2$", 12), (r"\boxed{42}. In 3.", 42), ("$$\nx+1\n$$", "x+1")]
 RIGHT += [(r"so \boxed{\frac{\sqrt{3}}{2}}.", r"\frac{\sqrt{3}}{2}")]
-RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km", 5)]
+RIGHT += [("(B)", "B"), (".5", "0.5"), ("5 km^2", 5)]
 THOUGHTS = [("<|channel|>analysis<|message|>3<|channel|>final<|message|>4", 4)]
 THOUGHTS += [("[THINK]3[/THINK]4", 4), ("<think>3</think>4", 4)]
 RIGHT += THOUGHTS
 WRONG_ANSWERS = [("<|channel|>analysis<|message|>3", 3), ("[THINK]4", 4)]
 WRONG_ANSWERS += [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
-WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B"), ("a,b", "ab")]
+WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B"), ("a,b", "ab"), ("3/12", 12)]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
 WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
@@ -2015,7 +2015,7 @@ def each_fails(folder: Path, *stages: str) -> None:
     output = Command(folder, "", script, PYTHONPATH=f"{FOLDER}:{folder}").end(1)
     for told in json.loads((folder / "out.json").read_text())["stages"]:
         failed = [check["what"] for check in told["checks"] if not check["ok"]]
-        if NAMED[told["name"]] not in failed and len(stages) > 1:  # by chance, or too busy
+        if NAMED[told["name"]] not in failed and len(stages) > 1:  # by chance
             each_fails(folder, told["name"])
         else:
             assert NAMED[told["name"]] in failed, output
