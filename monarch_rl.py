@@ -2965,8 +2965,8 @@ BOX = r"""(?x) \\boxed \{ (
 # Marks of Qwen, Magistral, gpt-oss, GSM8K:
 THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
 ANSWER = r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>|####"
-# 7, -3.50, 1e-5, not the 2 of 1/2 or cm^2. Decimal refuses huge exponents.
-NUMBER = r"(?<![\d/^])-?\d*\.?\d+(?:e[-+]?\d{1,3})?"
+# 7, -3.50, 1e-5; no part of 1/2, nor the 2 of cm^2. Decimal refuses huge exponents.
+NUMBER = r"(?<![\d./^])(?<![/^][-.])-?\d*\.?\d+(?:e[-+]?\d{1,3})?(?![\d.]*[/^][-.\d])"
 
 
 def final_part(text: str) -> str:
@@ -3407,7 +3407,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are NaN, or too large for finite logits."""
-    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # over all ranks
+    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # of all ranks
     # q * k has four weights as factors, two of norms: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
@@ -3545,7 +3545,6 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
         figures["evaluation"] = await evaluate_pass_at_k(run, cfg.evaluate)
     if cfg.export:
         await run.trainer.request(export, cfg.export)
-        print(f"exported to {cfg.export}")
     newest = checkpoints.folder / f"step_{run.version:08}.pt"
     if cfg.train and cfg.checkpoint and not newest.exists():
         raise RunError(f"step {run.version} is not saved")
@@ -3612,8 +3611,8 @@ class UserRun(Run):
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # Requests in a row without a reward: 20 end a run, and 4 if they are its first.
-        self.num_fruitless = 16
+        # 20 requests in a row without a reward end a run; the first 4 do, or 2 evaluations.
+        self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 16
         self.set_task(user_task(cfg))
         if (cfg.train or cfg.sft_steps) and all(
             self.task.prompt(number).is_held_out for number in range(1000)
@@ -3639,7 +3638,7 @@ class UserRun(Run):
                     write_line(file, sample_row(episode))
         rewards = [sum(episode.rewards) for episode in chain(*groups)]
         self.mean_reward = fmean(rewards) if rewards else None
-        self.num_fruitless = 0 if groups or not prompts else self.num_fruitless + 1
+        self.num_fruitless = 0 if groups else self.num_fruitless + bool(prompts)
         if self.num_fruitless == 20:
             reason = ["no prompt fits the context", *self.errors][-1]
             raise RunError(f"request after request brought no reward: {reason}")

@@ -1356,20 +1356,22 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
 )
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Any, told: str) -> None:
     services = FakeServices()
-    services.request = AsyncMock(side_effect=error, return_value=[])
+    services.request = AsyncMock(side_effect=error)
     with pytest.raises((m.RunError, KeyError), match=told):
         asyncio.run(asyncio.wait_for(loop(run_of(CFG, services)), 60))
 
 
 def test_twenty_requests_that_earn_nothing_end_a_run_or_the_first_four() -> None:
     ask = lambda: asyncio.run(run.sample_and_score(letters(1), 2, None))  # noqa: E731
-    for num_wanted in (4, 20):
-        run = run_of(CFG, FakeServices())
-        assert num_wanted == 4 or ask()
+    for trains, num_steps, num_wanted in ((False, 0, 2), (True, 0, 4), (True, 1, 20)):
+        progress = m.SavedProgress(rows=[{}] * num_steps)
+        run = run_of(replace(CFG, train=trains), FakeServices(), progress)
         run.generators = SimpleNamespace(request=AsyncMock(return_value=[]))
         assert [ask() for _ in range(num_wanted - 1)] == [[]] * (num_wanted - 1)
         with pytest.raises(m.RunError, match="no prompt fits"):
             ask()
+    run = run_of(CFG, FakeServices())
+    assert ask() and run.num_fruitless == 0
 
 
 def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
@@ -1452,7 +1454,7 @@ WRONG_ANSWERS = [("<|channel|>analysis<|message|>3", 3), ("[THINK]4", 4)]
 WRONG_ANSWERS += [("London", "Paris"), ("42 or 43", "42"), ("", "Paris"), ("", "7"), ("-7", "7")]
 WRONG_ANSWERS += [("<think>42", "42"), ("None", ""), ("B or C", "B"), ("a,b", "ab"), ("3/12", 12)]
 WRONG_ANSWERS += [("{a} and {c}", "{a} and {b}"), ("\u22125", 5), (r"\boxed{41}. Or 42", 42)]
-WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8)]
+WRONG_ANSWERS += [("9" * 20, int("9" * 19 + "8")), ("3e8", 8), ("3/12", 3), ("1/2.5", 5)]
 SAME_TEXT = "1e5 1_000 nan Infinity 1/2 3-4 x=2 Rome 7% -0.5 1,234 $5 (7) 2^10 ~".split()
 
 
@@ -1514,7 +1516,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 def data_file(folder: Path, num: int = 60) -> Path:
-    """Sums. Texts have what others take for ends of lines, and a mark is at the front."""
+    """Sums. Texts have odd ends of lines, and a mark is at the front."""
     sums = [(number // 8, number % 8) for number in range(num)]
     lines = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in sums]
     lines[3]["note"] = "🙂 é \u2028 \x85"
@@ -1643,7 +1645,6 @@ def test_a_reward_function_is_called_turn_by_turn() -> None:
 
 
 def recipe(folder: Path, package: str, spec: str) -> m.Config:
-    """A configuration with the recipe of DOCS for a package, which is skipped if it is missing."""
     pytest.importorskip(package)
     _, _, text = DOCS.partition(f".py, for --task {spec}")
     (folder / spec.partition(":")[0]).write_text("#" + text.partition("```")[0])
@@ -1785,7 +1786,6 @@ reward = lambda prompt, response, answer: globals()[response]()
 
 
 def user_rewards(folder: Path) -> Any:
-    """A configuration with these reward functions."""
     file = folder / "user_rewards.py"
     file.write_text(USER_REWARDS)
     task = str(data_file(folder))
@@ -2134,7 +2134,7 @@ def trainer_of(learned: Any, version: int = 0) -> Any:
 
 
 def saved_run(**progress: Any) -> Any:
-    """A run without processes, whose trainer writes checkpoints of a small learner."""
+    """A run whose trainer writes checkpoints of a small learner."""
 
     async def request(what: Any, *args: Any) -> None:
         what(trainer, *args)
@@ -2640,7 +2640,6 @@ def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
 
 @contextlib.contextmanager
 def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[Any]]:
-    """Worker hosts, as `--worker` starts them."""
     folder.mkdir()
     workers = []
     for address in addresses:
