@@ -1365,7 +1365,7 @@ class Prompt:
 
     number: int
     turns: tuple[Turn, ...]
-    held_out: bool | None = None  # None: decided by a checksum
+    held_out: bool | None = None  # Part II; None: by a checksum
 
     @property
     def is_held_out(self) -> bool:
