@@ -3611,8 +3611,8 @@ class UserRun(Run):
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # 20 requests in a row without a reward end a run; the first 4 do, or 2 evaluations.
-        self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 16
+        # 20 requests in a row without a reward end a run; the first 8 do, or 2 evaluations.
+        self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 12
         self.set_task(user_task(cfg))
         if (cfg.train or cfg.sft_steps) and all(
             self.task.prompt(number).is_held_out for number in range(1000)
