@@ -38,10 +38,10 @@ Three ways to read. *An hour*: the introduction, picture and demo of each sectio
 afternoon* of three hours: all of Part I (1 to 12), the system on one host. *A weekend*: everything;
 Part II adds your own model and data, and stages 13 to 16.
 
-Terms. An *episode* is one conversation, and a *rollout* samples episodes. A *group* is the episodes
-of one prompt. A *version* numbers the weights: each step makes the next. *Staleness* is the
-trainer's version minus the version that sampled. An *arena* has *slots*, one version each; readers
-*lease* them.
+Terms. The *policy* is the model that learns. An *episode* is one conversation with it, which a
+*rollout* samples and a *reward* rates. A *group* is the episodes of one prompt. A *version* numbers
+the weights: each step makes the next. *Staleness* is the trainer's version minus the version that
+sampled. An *arena* has *slots*, one version each; readers *lease* them.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
 parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
@@ -130,7 +130,7 @@ class Config:
     prompts_per_step: int = 16  # the groups in a batch
     group_size: int = 8  # the samples of each prompt
     max_new_tokens: int = 0  # of a response; 0: set by the task (Part II)
-    temperature: float = 1.0  # of sampling: divides logits
+    temperature: float = 1.0  # divides the logits, also in training
     tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
@@ -138,8 +138,8 @@ class Config:
     loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
     advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # section 10
     epochs: int = 1  # updates from each batch
-    clip_low: float = 0.2  # of the importance ratio, below 1
-    clip_high: float = 0.2  # of the importance ratio, above 1
+    clip_low: float = 0.2  # clips importance ratios below 1 - clip_low
+    clip_high: float = 0.2  # clips importance ratios above 1 + clip_high
     entropy: float = 0.0  # the weight of an entropy bonus
     lr: float = 0.0  # learning rate; 0: 1e-6, or 1e-3 for the tiny policy (Part II)
     eval_prompts: int = 256  # the held-out prompts of an evaluation
@@ -208,9 +208,9 @@ class Report:
 #   messages, which it handles one at a time.
 # Cost. A message and its answer take the time of thousands of function calls.
 #
-#   main process                              process of the actor
-#   total.add.call_one()     -- message -->   waits in the mailbox until earlier calls are done
-#   await ...                <-- answer --    add() has run to its end
+#   main process                        process of the actor
+#   total.add.call_one() -- message --> waits in the mailbox until earlier calls are done
+#   await ...            <-- answer --  add() has run to its end
 
 
 class Accumulator(Actor):
@@ -308,7 +308,6 @@ async def demo_actor_mesh(report: Report) -> None:
     await members.add.choose()
     report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
 
-    # Calls one member, by its index.
     await members.slice(worker=2).add.call_one()
     num_changed = sum(total > 0 for total in await totals())
     report.check("members of 4 whose total changed", num_changed, "==", 1)
@@ -323,10 +322,10 @@ async def demo_actor_mesh(report: Report) -> None:
 #   receiver moves the bytes. This is one-sided: no Python of the owner runs.
 # Cost. The owner must keep the memory alive, and is not notified when a reader finishes.
 #
-#   owner                                           reader
+#   owner                            reader
 #   memory = torch.zeros(...)
-#   RDMABuffer(memory)  ---- handle, a message ---->  handle.read_into(mine)   pulls the bytes
-#                                                     handle.write_from(mine)  pushes bytes
+#   RDMABuffer(memory) -- handle --> handle.read_into(mine)   pulls the bytes
+#                                    handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads another machine's memory without
 # its processor. Without such a card Monarch uses TCP. Section 16 uses RDMA between hosts.
@@ -442,7 +441,7 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Monarch also calls `__supervise__` of the spawning actor, but it polls, which takes seconds.
+# Monarch polls, too, and calls `__supervise__` of the spawning actor: after 7 s in a hang.
 
 
 class Worker(Actor):
@@ -472,7 +471,7 @@ class Worker(Actor):
         )
 
     def setup(self, *args: Any) -> Any:
-        """Does what is slow or can fail; during `__init__` no ping would be answered."""
+        """Does the slow part of a start: in `__init__` it would delay answers to pings."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -490,7 +489,7 @@ def kill_group(leader: int) -> None:
 
 
 async def until_dead(pid: int) -> str:
-    """Waits until a process ends, by a pidfd: a file that is readable from then on."""
+    """Waits until a process ends: its pidfd, a file descriptor, becomes readable."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -511,7 +510,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
     while True:
         ping = ensure_future(worker.ping.call())
         try:
-            # A Ctrl-Z may use up the first half, as the clock runs on; the second gets the answer.
+            # After Ctrl-Z and `fg` the first wait has timed out; the second gets the answer.
             for _ in range(2):
                 await wait([ping], timeout=unresponsive_s / 2)  # mechanism: supervision
             if not ping.done():
@@ -577,7 +576,6 @@ async def detection_times(fault: str) -> dict[str, float]:
         if who != "ping" or "has not answered" in str(result):
             seconds[who] = time.time() - start_s
 
-    # Each observer waits in a task of its own.
     observers = [
         ensure_future(observe("caller", child.run.call_one("work", fault))),
         ensure_future(observe("pidfd", until_dead(pid))),
@@ -621,11 +619,12 @@ async def demo_supervision(report: Report) -> None:
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run several times, so it must be harmless to repeat.
-# The core is `Service.request` and `_ask`; `_supervise` and `_live` replace lost replicas.
+# The core is `request` and `_ask`. By example, replica 2 is killed: `until_dead` returns, `_ask`
+# raises ReplicaLost, and `request` asks another. `_supervise` calls `_live` for a new process.
 #
-#   service = Service(RootWorker, num_replicas=4, pool=pool)   # RootWorker is a Worker
-#   await service.begin()                                      # all four are ready
-#   await service.request("root", 4)                           # 2.0, from one of them
+#   service = Service(RootWorker, 4, pool)   # four replicas of a Worker
+#   await service.begin()                    # all are ready
+#   await service.request("root", 4)         # 2.0, from one of them
 
 
 class ReplicaLost(RuntimeError):
@@ -651,7 +650,7 @@ class Replica:
 
     @asynccontextmanager
     async def watched(self, unresponsive_s: float) -> AsyncIterator[None]:
-        """Calls `lose` at a crash or hang in this context."""
+        """Calls `lose` if a process crashes or hangs in this context."""
 
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
@@ -701,10 +700,7 @@ class Service:
             raise self.error
 
     async def request(self, what: Any, *args: Any) -> Any:
-        """Returns a replica's answer.
-
-        Raises ActorError, ReplicaLost after three losses, or self.error.
-        """
+        """Returns an answer. Raises ActorError, ReplicaLost after three losses, or self.error."""
         num_losses = 0
         while True:
             await self.until_ready(1)
@@ -722,7 +718,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # Waits for answer or loss. If both have come, the loss counts: it explains an error.
+            # Waits for the answer or a loss. A loss is checked first: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -790,7 +786,7 @@ class Processes:
     ids: list[int]
 
     def deaths(self) -> list[Awaitable[str]]:
-        """Returns an awaitable per process: the reason, once it has died."""
+        """Returns one awaitable per process, which waits until it ends."""
         return [until_dead(pid) for pid in self.ids]
 
     async def kill(self) -> None:
@@ -862,11 +858,11 @@ async def demo_service(report: Report) -> None:
 # Rule. The trainer fills a slot of shared memory that nobody reads, and then makes it the latest. A
 #   reader leases the latest slot, and reads it until it leases another.
 # Cost. One copy of the weights per version, and memory for readers + 2 slots.
-# The core is `Arena.lease` and `Arena.free_slot`; the rest is memory layout.
+# The core is `Arena.lease` and `Arena.free_slot`.
 #
-# A slot is a copy in host memory (CPU staging): the trainer never waits for readers. Left,
-# a broadcast begins when all members have called it, so the trainer waits for the last rollout.
-# Right, slots. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
+# Left, a first solution, `dist.broadcast`: it begins when all members have called it, so the
+# trainer waits for the last rollout. Right, slots, copies in host memory (CPU staging): it waits
+# for no reader. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
 #     a thread                                                       PPPP   PPPP   PPPP
@@ -875,14 +871,14 @@ async def demo_service(report: Report) -> None:
 #
 # -- 7a. The arena: slots and leases ---
 #
-#   the trainer                          a generator
-#   slot = arena.free_slot()             version, slot = arena.lease(reader)
-#   fill(slot)                           sample with the weights in the slot
-#   arena.commit(7, slot)                version, slot = arena.lease(reader)   # the next one
+#   the trainer                a generator
+#   slot = arena.free_slot()   version, slot = arena.lease(reader)
+#   fill(slot)                 sample with the weights in the slot
+#   arena.commit(7, slot)      version, slot = arena.lease(reader)   # the next one
 #
 # With two readers, while version 8 is being written:
 #
-#   header   version 7   latest slot 2   lease of reader 0: slot 2   lease of reader 1: slot 1
+#   header   latest: version 7, slot 2   leases: slot 2 (reader 0), slot 1 (reader 1)
 #
 #   slots    slot 0   version 8 is being written into it
 #            slot 1   version 6   reader 1 reads it
@@ -891,13 +887,14 @@ async def demo_service(report: Report) -> None:
 #
 # Readers + 2 slots are enough: each reader holds one at most, one is the latest, one is written.
 #
-# Why no read is torn. The header changes under a lock. The slot that is written is neither the
-# latest nor leased, and only the latest can be newly leased; so it is not read before `commit`. A
-# reader keeps its lease until its next one, so its slot is not written. Without a lease, the
-# second publish may overwrite it; the first spares the latest slot.
+# Why no read is torn. The header changes under a lock. The writer fills a slot that is neither the
+# latest nor leased, and readers lease only the latest; so nobody reads that slot before `commit`. A
+# reader keeps its lease until its next one, so the writer spares its slot. By example, without
+# leases a reader begins version 8 in slot 0. Version 9 spares this latest slot and goes to slot 1,
+# but version 10 goes to slot 0: the rest of the read is torn.
 #
-# The kernel releases the lock of a holder that dies. A dead reader's successor has its number, and
-# overwrites its lease.
+# The kernel releases the lock of a holder that dies. The replacement of a dead reader has the same
+# number, and overwrites its lease.
 
 
 @dataclass(frozen=True)
@@ -939,7 +936,7 @@ class Arena:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
     def lease(self, reader: int) -> tuple[int, int]:
-        """Leases the latest (version, slot) until the next call. At first (-1, 3) of 4 slots."""
+        """Leases the latest slot until the next call. Returns (version, slot); version -1: none."""
         with self.locked():
             version, slot = divmod(self.words[self.LATEST], self.num_slots)
             self.words[self.LEASES + reader] = slot  # mechanism: weight_sync
@@ -1016,7 +1013,7 @@ class WeightReader:
             self.views.append([spec.view(slot) for spec in handle.layout])
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
-        """Points the tensors at the latest version, and returns it. Waits for one >= at_least."""
+        """Waits for a version >= at_least, points the tensors at the latest, and returns it."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
             if not os.path.exists(self.path):
@@ -1163,8 +1160,7 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
     await service.begin()
     publish_ratio = measure_publish(writer)
-    # All replicas read at once; a request would go to one of them. Without leases, free slots
-    # alternate, 0 1 0 1, so the second publish overwrites the slot.
+    # All replicas read at once; a request would go to one of them. A read spans 2 publishes.
     args = ("read", 32 // num_readers, 2, keeps_lease)
     replicas = service.replicas.values()
     reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
@@ -1356,7 +1352,7 @@ class Turn:
 
     messages: tuple[dict[str, str], ...]  # {"role": "user", "content": "abc"}
     answer: Any
-    is_reply: bool = False  # said by an environment
+    is_reply: bool = False  # from an environment
 
 
 @dataclass(frozen=True)
@@ -1397,7 +1393,7 @@ class Task:
         raise NotImplementedError
 
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
-        """Returns rewards of turns, with sum 1 if all are right (Part II: or an error, a str)."""
+        """Returns a reward per turn, in total 1 if all are right (Part II: or a str, an error)."""
         pairs = zip(prompt.turns, responses)
         return [self.grade(turn.answer, response) / len(responses) for turn, response in pairs]
 
@@ -1449,7 +1445,7 @@ class RetryTask(Task):
 #
 # An episode. <u> and <a> begin a turn of the user and of the assistant, and <e> ends one. The user
 # says u u u twice. The policy answers a, then d e f g, which is truncated: a response has at most
-# four tokens with its end.
+# four tokens, its end included.
 #
 #   ids       <u> u u u <e> <a>  a <e>  <u> u u u <e> <a>  d e f  g
 #   turn_of    0  0 0 0  0   0   1  1    0  0 0 0  0   0   2 2 2  2
@@ -1457,7 +1453,7 @@ class RetryTask(Task):
 
 @dataclass
 class Episode:
-    """One conversation, token by token, in plain lists, which travel in messages."""
+    """One conversation in lists, for messages. ids, turn_of and logprobs: [T] each."""
 
     prompt: Prompt
     version: int = 0  # of the weights that sampled its first turn
@@ -1557,7 +1553,7 @@ class Policy:
         "<end><user>def<end><assistant>".
         """
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
-        # Appended by hand: the template would end it.
+        # Appended here: the template would add an end token.
         before = (self.render(earlier[:-1], True) + RESPONSE["content"]) if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
@@ -1752,7 +1748,7 @@ def rollout(
 def k3(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Returns the k3 estimator of each token: exp(d) - 1 - d, with d = logprobs - old_logprobs.
 
-    Its mean over sampled tokens estimates KL(old, new) (Schulman 2020); each term is >= 0.
+    Its mean over samples estimates KL(old, new) (joschu.net/blog/kl-approx.html); each is >= 0.
     By example, 0.50 is recomputed as 0.40: d = -0.223, and 0.8 - 1 + 0.223 = 0.023.
 
     Shape: [N] each -> [N] float64
@@ -1777,7 +1773,7 @@ def tensors_of(episodes: list[Episode], device: torch.device) -> tuple[Tensor, T
 
 @torch.no_grad()
 def recompute_logprobs(policy: Policy, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
-    """Returns [N] log-probabilities twice: as recorded, and by the trainer's pass."""
+    """Returns recorded and recomputed log-probabilities, [N] each."""
     ids, is_sampled, recorded = tensors_of(episodes, policy.device)
     recomputed, _ = policy.token_logprobs(ids, is_sampled)
     return recorded, recomputed
@@ -1845,7 +1841,8 @@ async def demo_rollout(report: Report) -> None:
 # product of its tokens' ratios, would explode with its length. The losses take the ratio of each
 # token alone, which ignores how likely the tokens before it have become.
 #
-# The loss of a batch is the mean over its tokens (DAPO, Yu 2025). GRPO's KL term: Part II, --kl.
+# The defaults are GRPO with a second clip (see `ppo`), without its KL term (Part II: --kl), and
+# with the mean over all tokens of a batch as its loss (DAPO, Yu 2025).
 
 
 def advantages(rewards: Tensor, kind: str) -> Tensor:
@@ -1887,12 +1884,12 @@ def ratio_of(logp: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def reinforce(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
-    """Williams 1992. No ratio corrects stale samples."""
+    """Returns -A log p (Williams 1992). Its mean gradient is -grad J if samples are fresh."""
     return -A * logp
 
 
 def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
-    """Schulman 2017, with the dual clip of Ye 2020.
+    """Returns the clipped loss (Schulman 2017) with a dual clip (Ye 2020).
 
     By example, a good token (A = 1) that was sampled with probability 0.50. At 0.55 r is 1.1, and
     the loss -r has a gradient. At 0.65 r is 1.3, and the loss -min(1.3, 1.2) is a constant. A *bad*
@@ -1906,10 +1903,10 @@ def ppo(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -
 
 
 def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Config) -> Tensor:
-    """AReaL (Fu 2025): one ratio for the weight of a sample, and another for the clip.
+    """Returns the loss of AReaL (Fu 2025): one ratio weighs a sample, another is clipped.
 
     The weight, prox / old, is a constant. The clip applies to now / prox, which is 1 until the
-    first update. With `ppo` a stale token may be beyond the clip before that, and is wasted.
+    first update. With `ppo` a stale token may be beyond the clip before that: no gradient.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
@@ -1968,9 +1965,9 @@ class Learner:
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
         """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
-        A response is worth its rewards to go: with rewards [0.5, 0.2] the first turn is worth 0.7,
-        the second 0.2. It is compared with the same turn in the group; if all others have ended, a
-        baseline leaves 0.
+        A turn is worth its rewards to go, its own and later ones: with [0.5, 0.2], 0.7 and 0.2. It
+        is compared with the same turn of other episodes in the group. If none has it, a baseline
+        leaves 0.
         """
         per_token = []
         for group in groups_of(episodes):
@@ -2162,7 +2159,7 @@ async def demo_losses(report: Report) -> None:
 #   and no step is made meanwhile, so staleness is 0. `Progress` accounts for every group.
 # Cost. Each side waits while the other works (section 12).
 #
-# In one process, where nothing fails or waits, ten lines suffice, and they run:
+# In one process ten lines suffice, after `from monarch_rl import *`:
 #
 #   cfg, task = demo_config(Config()), LetterTask(0)
 #   policy = Policy(cfg)
@@ -2175,28 +2172,30 @@ async def demo_losses(report: Report) -> None:
 #           episode.rewards = task.score(episode.prompt, episode.responses)
 #       learner.step(episodes)
 #
-# With processes, from the loop to a sampled token and new weights:
+# With processes, who calls whom:
 #
-#   train_sync                          main process: draws prompts
-#     Run.sample                          counts groups that get lost
+#   train_sync                  main process: draws prompts
+#     Run.sample                  counts groups that get lost
 #       Run.sample_and_score
-#         Service.request ------------> Generator.rollout      one of the generators
-#                                         WeightReader.pull      the newest weights
-#                                         rollout, respond       turns, tokens
-#                                           Decoder.sample         one token for each row
-#         Service.request ------------> RewardWorker.ask       a reward for each response
+#         Service.request ----> Generator.rollout      one of the generators
+#                                 WeightReader.pull      the newest weights
+#                                 rollout, respond       turns, tokens
+#                                   Decoder.sample         one token for each row
+#         Service.request ----> RewardWorker.ask       a reward for each response
 #     Run.step
-#       Service.request --------------> Trainer.step
-#                                         Learner.step           updates
-#                                         WeightWriter.publish   version + 1
+#       Service.request ------> Trainer.step
+#                                 Learner.step           updates
+#                                 WeightWriter.publish   version + 1
 #
 # -- 11a. The loop ---
 
 
 async def train_sync(run: Run, num_steps: int) -> None:
+    """Makes num_steps steps: samples, scores, and trains."""
     groups: list[Group] = []
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
+        # One request per generator.
         groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
         # Lost groups make a batch smaller. Below min_groups, more prompts are drawn.
         if len(groups) >= run.min_groups:
@@ -2208,7 +2207,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
 async def scatter_gather(
     items: list[Any], num_parts: int, request: Callable[..., Any]
 ) -> list[Any]:
-    """Splits items into parts, requests the answers to all at once, and joins them."""
+    """Splits items, calls `request` on all parts at once, and joins the answers."""
     # 5 items in 2 parts are 2 and 3.
     ends = [len(items) * i // num_parts for i in range(num_parts + 1)]
     parts = [items[start:end] for start, end in pairwise(ends)]
@@ -2381,7 +2380,7 @@ class Run:
 
     def draw(self, num_prompts: int) -> list[Prompt]:
         """Returns the next prompts. Their groups are in flight."""
-        # Without a trainer rollouts may fail, and draws would never end.
+        # Without a trainer, rollouts may fail, and a loop would draw forever.
         if not self.trainer.ready():
             raise ReplicaLost("the trainer was lost")
         prompts = []
@@ -2455,7 +2454,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns a step's row, before the version grows. A group's episodes have one version."""
+        """Returns the row of the next step. All episodes of a group have one version."""
         episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
@@ -2488,7 +2487,7 @@ def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     """Returns at most num_prompts held-out prompts of a task, each once."""
     by_text: dict[str, Prompt] = {}
-    # Enough if one in ten is held out, or 5 % of a file's lines.
+    # Enough prompts if one in ten is held out, or 5 % of a file's lines.
     for number in range(30_000):
         prompt = task.prompt(number)
         if prompt.is_held_out:
@@ -2535,12 +2534,12 @@ async def demo_sync_rl(report: Report) -> None:
 #   flight. The second takes a batch, and trains. A group older than K versions is dropped.
 # Cost. Stale samples, which the loss must correct (section 10). Dropped groups are wasted work.
 #
-#   generate                                                  learn
-#     draw    waits for room: at most K + 1                     take   waits for a batch;
-#             batches are in flight                                    drops groups older than K
-#     sample, score  ----> ReplayBuffer: groups ready ---->     step   version + 1, published
-#       ^                                                         |
-#       +------------- room for another batch --------------------+
+#   generate                                         learn
+#     draw    waits for room: at most K + 1            take   waits for a batch;
+#             batches are in flight                           drops groups older than K
+#     sample, score --> ReplayBuffer: groups ready --> step   version + 1, published
+#       ^                                                |
+#       +------------- room for another batch -----------+
 #
 # Why K + 1 batches: one trains and K follow; the last is K versions old when it is used. That alone
 # is no bound: other groups overtake a slow one. By example, with K = 1 and the trainer at v:
@@ -2557,6 +2556,7 @@ async def demo_sync_rl(report: Report) -> None:
 
 
 async def train_async(run: Run, max_staleness: int, num_steps: int, num_batches: int = 0) -> None:
+    """Makes num_steps steps while `generate` samples."""
     async with generating(run, max_staleness, num_batches) as buffer:
         await learn(buffer, num_steps)
 
@@ -2738,7 +2738,7 @@ class Flags(Config):
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
 #   task = user_task(Flags(model="M", task="sums.jsonl"))
-#   prompt = task.prompt(0)                                in the main process
+#   prompt = task.prompt(0)   in the main process
 #   task.score(prompt, ["<think>40?</think> It is 42."])   [1.0], in the reward process
 
 # -- a model of your own ---
