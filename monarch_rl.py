@@ -441,7 +441,7 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Monarch polls, too, and calls `__supervise__` of the spawning actor: after 7 s in a hang.
+# Monarch polls, too, and calls `__supervise__` of the spawning actor: after seconds, in a hang.
 
 
 class Worker(Actor):
@@ -452,7 +452,7 @@ class Worker(Actor):
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
-        # A new process group: kill_group also kills the children, and Ctrl-C does not reach it.
+        # A Unix process group: kill_group kills children, too; Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint
@@ -618,7 +618,7 @@ async def demo_supervision(report: Report) -> None:
 #   1. The replica answers. The caller gets the answer, once.
 #   2. The replica is lost (section 5). It is replaced, and another one gets the request.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
-# Cost. A request may run several times, so it must be harmless to repeat.
+# Cost. A request may run again, from its start: repeats must be harmless.
 # The core is `request` and `_ask`. By example, replica 2 is killed: `until_dead` returns, `_ask`
 # raises ReplicaLost, and `request` asks another. `_supervise` calls `_live` for a new process.
 #
@@ -760,7 +760,7 @@ class Service:
             replica.is_ready = True
             self.replicas[number] = replica
             async with replica.watched(self.unresponsive_s):
-                await wait([replica.lost])  # `wait` keeps `close` from cancelling `lost`
+                await wait([replica.lost])  # so `close` does not cancel `lost`
             if not self.replaces:
                 self.error = ReplicaLost(replica.lost.result())
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
@@ -844,7 +844,7 @@ async def demo_service(report: Report) -> None:
         except (ActorError, ReplicaLost):
             return False
 
-    # 400 requests, 2 ms apart, around the two faults.
+    # 2 ms apart, so around both faults.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
@@ -1120,9 +1120,9 @@ class ReaderWorker(Worker):
             version = self.reader.pull(at_least=0)
             if not keeps_lease:  # as if unleased
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            # Reads the first tensor, waits for the writer, reads the others.
-            first, *others = self.reader.tensors.values()
-            is_torn = bool((first != version).any())
+            # Reads the tensor copied last, waits for the writer, reads the others.
+            *others, last = self.reader.tensors.values()
+            is_torn = bool((last != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
                 time.sleep(0.0005)
             for tensor in others:
@@ -1197,7 +1197,7 @@ async def demo_weight_sync(report: Report) -> None:
 #   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so a rank writes it row by row.
 #
-# Only trainers in Part II need this: generators hold whole tensors.
+# Only Part II's trainers shard; columns are read in the demo alone.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1338,7 +1338,7 @@ async def demo_reshard(report: Report) -> None:
 #   KV cache. The trainer computes the log-probabilities of whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong, without an error.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
-#   its id               later turns append to the recorded ids; text is never tokenized again
+#   its id               later turns append to it: sampled as a, b, a text may tokenize as ab
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Three numbers per token: id, log-probability, and turn (9b).
 # `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
@@ -1365,7 +1365,7 @@ class Prompt:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether to hold out this prompt: one in ten, by a checksum of its text."""
+        """Whether to hold it out: one in ten, by checksum, so equal texts agree."""
         if self.held_out is not None:
             return self.held_out
         text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
@@ -1380,8 +1380,8 @@ class Task:
     """Defines the prompts and the rewards of a run."""
 
     max_new_tokens = 0  # of a response; 0: min(256, half the context) (Part II)
-    # reply(prompt, responses) returns the next turn of a conversation, or None at its end. Only an
-    # environment has it. The same arguments must give the same reply: a request may be repeated.
+    # An environment's reply(prompt, responses) returns the next turn, or None; the prompt has all
+    # turns so far. The same arguments must give the same reply: a request may be repeated.
     reply: Callable[[Prompt, list[str]], Turn | None] | None = None
 
     def prompt(self, number: int) -> Prompt:
@@ -1471,8 +1471,8 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        # A later turn begins with the <e> of the previous response: <e> <u> u u u <e> <a>. A
-        # complete response has sampled it; a truncated one ends with an equal token only by chance.
+        # A later turn begins with the previous response's end: <e> <u> u u u <e> <a>. Sampled, it
+        # is not repeated; a truncated response has no end, even if its last token is equal.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1934,7 +1934,7 @@ class StepStats:
     """Statistics of one update. Means are over sampled tokens that were trained."""
 
     num_tokens: int
-    loss: float  # ppo: near 0, as A adds up to 0 in a group; the gradient is not 0
+    loss: float  # ppo: near 0, as A sums to 0; its gradient, A grad log p, is not
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before clipping to 1
@@ -2433,7 +2433,7 @@ class Run:
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # One seed per request, < 2^63: from the run's seed, the turn and the first prompt.
+        # From run seed, turn and first prompt, < 2^63: a repeated request has the same.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2612,7 +2612,7 @@ class ReplayBuffer:
         self.run = run
         self.max_staleness = max_staleness
         self.batch_size = max(run.min_groups, run.cfg.prompts_per_step)
-        # While one batch trains, K are sampled: the generators share them, at most one batch each.
+        # While one batch trains, K are sampled: a request to each generator, at most a batch long.
         # K = 2, batches of 16 and 2 generators: requests of 16 prompts.
         share = max_staleness * self.batch_size // run.cfg.generators
         self.request_size = max(1, min(self.batch_size, share))
@@ -2708,7 +2708,7 @@ class Flags(Config):
     evaluate: int = 0  # k of pass@k: any of k samples is right
     export: str = ""  # write the model to this folder
     model: str = ""  # folder or hub id; default: a tiny one
-    task: str = "repeat"  # repeat, FILE.jsonl or FILE.py:CLASS
+    task: str = "repeat"  # with --model: FILE.jsonl, FILE.py:CLASS
     reward: str = ""  # FILE.py:FUNCTION(prompt, response, answer), or "model"
     dtype: Literal["", "float32", "bfloat16"] = ""  # of forward passes; on GPUs bfloat16
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if each trainer has a GPU
@@ -2732,7 +2732,8 @@ class Flags(Config):
 # == YOUR OWN DATA ====
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
-#   that is killed after a deadline. Episodes without a reward are left out: 0 would punish them.
+#   that is killed after a deadline: in a generator, rollouts would end, too. Episodes without a
+#   reward are left out: 0 would punish them.
 # Cost. Two processes per reward worker: one computes, one guards it.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
@@ -3099,8 +3100,8 @@ class UserProcess:
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
             args = (call_task, self.cfg, method, groups)
-            # A variable for the future would keep it, and `self`, alive in a traceback. 2 s more:
-            # late coroutines time out by themselves.
+            # No variable for the future: a traceback would keep it, and `self`. 2 s more: late
+            # coroutines time out alone.
             return self.executor.submit(*args).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
@@ -3144,7 +3145,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns the results of groups, up to the first that has no coroutines."""
+    """Returns results of groups; one without coroutines is the last."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3227,7 +3228,7 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #
 #   weights, moments     those after step 50; steps 51 to 56 are made again
 #   prompts in flight    at step 50: they are sampled again, before others
-#   synchronous          equal bit for bit, with as many generators and cores
+#   synchronous          equal bit for bit, with as many generators (seeds) and cores (sums)
 #   asynchronous         the same prompts are drawn; samples and their order differ
 
 
