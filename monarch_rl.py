@@ -87,6 +87,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
 from itertools import chain, count, groupby, islice, pairwise, zip_longest
@@ -257,8 +258,7 @@ async def lost_by_threads(num_additions: int) -> int:
 @stage(instead="@concurrent_endpoint")
 async def demo_hello_actor(report: Report) -> None:
     """An actor's state lives in one process, and its calls run one at a time."""
-    lost = await lost_by_threads(200)
-    report.check("additions of 200 lost by threads", lost, ">", 0)
+    report.check("additions of 200 lost by threads", await lost_by_threads(200), ">", 0)
 
     # Starts a process on this host, and an actor in it. `spawn` returns a reference at once;
     # `call_one` sends a message, and returns an awaitable for the answer.
@@ -597,11 +597,7 @@ async def demo_supervision(report: Report) -> None:
     faults = ("exception", "crash", "hang", "infinite loop")
     times = dict(zip(faults, await gather(*[detection_times(fault) for fault in faults])))
     report.say("seconds until each observer detected it; empty: not within 9 s")
-    observers = ("caller", "pidfd", "ping", "__supervise__")
-    rows = []
-    for fault, seconds in times.items():
-        rows.append({"fault": fault, **{who: seconds.get(who) for who in observers}})
-    report.table(rows)
+    report.table([{"fault": fault, **seconds} for fault, seconds in times.items()])
     report.check("observers of the exception", len(times["exception"]), "==", 1)
     report.check("crashes detected by the pidfd", int("pidfd" in times["crash"]), "==", 1)
     report.check("hangs detected by the ping", int("ping" in times["hang"]), "==", 1)
@@ -677,7 +673,7 @@ class Service:
     unresponsive_s: float = 30.0  # a replica that answers no ping for so long is killed
     replaces: bool = True  # if not, requests raise ReplicaLost after a loss
     replicas: dict[int, Replica] = field(default_factory=dict)  # ready ones, by number
-    failures: list[Replica] = field(default_factory=list)  # lost ones
+    num_lost: int = 0  # replicas so far
     error: Exception | None = None  # why no more replicas are started
     supervisors: list[asyncio.Task[None]] = field(default_factory=list)  # one per replica
 
@@ -766,7 +762,7 @@ class Service:
         finally:  # it was lost, `setup` raised, or `close` cancelled this task
             self.replicas.pop(number, None)
             if replica.lost.done():
-                self.failures.append(replica)
+                self.num_lost += 1
             await self.pool.end(replica)
 
     async def close(self) -> None:
@@ -848,7 +844,7 @@ async def demo_service(report: Report) -> None:
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
-    report.check("replicas that were replaced", len(service.failures), "==", 2)
+    report.check("replicas that were replaced", service.num_lost, "==", 2)
     await service.close()
 
 
@@ -1003,20 +999,18 @@ class WeightReader:
             if theirs != ours:
                 raise ValueError(f"the writer has {theirs}, the reader {ours}")
         self.arena = Arena(handle)
-        self.path = handle.path  # exists while the writer's arena does
         self.reader = reader  # its number, from 0
         self.tensors = tensors
         self.slot = Arena.NOTHING
         # Views of all tensors, per slot: making them takes longer than the rest of a pull.
-        self.views: list[list[Tensor]] = []
-        for slot in self.arena.slots:
-            self.views.append([spec.view(slot) for spec in handle.layout])
+        self.views = [[spec.view(slot) for spec in handle.layout] for slot in self.arena.slots]
 
     def pull(self, at_least: int = Arena.NOTHING) -> int:
         """Waits for a version >= at_least, points the tensors at the latest, and returns it."""
         version, slot = self.arena.lease(self.reader)
         while version < at_least:
-            if not os.path.exists(self.path):
+            # The path exists while the writer's arena does.
+            if not os.path.exists(self.arena.file.name):
                 raise RuntimeError(f"version {at_least} never came: the writer has ended")
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
@@ -1056,12 +1050,12 @@ Layout = tuple[TensorSpec, ...]
 def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
     """Returns the layout of tensors in a slot.
 
-    dtype: type of floating-point tensors. Default: unchanged (Part II: bfloat16).
+    dtype: type of all tensors. Default: unchanged (Part II: bfloat16).
     """
     specs = []
     offset = 0
     for name, tensor in tensors.items():
-        in_slot = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        in_slot = dtype or tensor.dtype
         num_bytes = tensor.numel() * in_slot.itemsize
         specs.append(TensorSpec(name, tuple(tensor.shape), in_slot, offset, num_bytes))
         # The next tensor begins on a cache line: `view(dtype)` needs aligned offsets.
@@ -1269,13 +1263,6 @@ class ShardedWriter(WeightWriter):
             self.written_bytes += target.nbytes
 
 
-def form_group(meeting_file: str, rank: int, num_ranks: int, backend: str = "gloo") -> None:
-    """Joins a process group. Blocks until all ranks have joined."""
-    dist.init_process_group(
-        backend, init_method=f"file://{meeting_file}", rank=rank, world_size=num_ranks
-    )
-
-
 # -- measurement ---
 
 
@@ -1288,7 +1275,9 @@ class ShardWorker(Worker):
     def setup(self, number: int, meeting_file: str) -> ArenaHandle:
         from torch.distributed import tensor as dtensor
 
-        form_group(meeting_file, current_rank().rank, 2)
+        # Returns when both ranks have joined.
+        place = f"file://{meeting_file}"
+        dist.init_process_group("gloo", place, rank=current_rank().rank, world_size=2)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
         placements = {"matrix": dtensor.Shard(0), "vector": dtensor.Replicate()}
         tensors = {}
@@ -1812,8 +1801,7 @@ async def demo_rollout(report: Report) -> None:
         while reply := environment.reply(episode.prompt, episode.responses):
             episode.add_reply(reply)
             rollout(policy, [episode], next(seeds))
-    num_again = num_asked_again(episodes)
-    report.check("letters asked again by an environment", num_again, "==", 0)
+    report.check("letters asked again by an environment", num_asked_again(episodes), "==", 0)
     report.check("the same, by turns fixed in advance", num_asked_again(fixed), ">", 0)
 
 
@@ -1996,7 +1984,8 @@ class Learner:
             # The mean over the tokens of the step, in parts: gradients add up.
             (loss.sum() / batch.num_tokens).backward()
             per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
-        grad_norm = self.clip_gradients()
+        # Scales the gradients down to norm 1, and returns the norm before.
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         # One NaN would spoil all weights, so such an update is skipped.
         if math.isfinite(grad_norm):
             self.optimizer.step()
@@ -2013,10 +2002,6 @@ class Learner:
         losses = LOSSES[self.cfg.loss](*tensors, self.cfg)
         # A bonus for entropy keeps the policy from becoming deterministic too soon.
         return losses - self.cfg.entropy * entropy
-
-    def clip_gradients(self) -> float:
-        """Scales the gradients down to norm 1. Returns the norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
 
     def micro_batches(self, episodes: list[Episode], advantage: list[list[float]]) -> list[Batch]:
         """Packs episodes into micro-batches, sorted by length to save padding."""
@@ -2195,8 +2180,7 @@ async def train_sync(run: Run, num_steps: int) -> None:
     groups: list[Group] = []
     while num_steps > 0:
         prompts = run.draw(run.cfg.prompts_per_step)
-        # One request per generator.
-        groups += await scatter_gather(prompts, run.cfg.generators, run.sample)
+        groups += await run.sample(prompts, num_parts=run.cfg.generators)
         # Lost groups make a batch smaller. Below min_groups, more prompts are drawn.
         if len(groups) >= run.min_groups:
             await run.step(groups)
@@ -2345,10 +2329,12 @@ class Run:
         self.progress = progress or Progress()
         service = partial(Service, pool=pool, unresponsive_s=unresponsive_s)
         # A lost trainer has lost the newest weights, so it is not replaced.
-        trainer_args = (cfg, make_learner, self.version)
-        self.trainer = service(Trainer, 1, setup_args=trainer_args, replaces=False)
-        generator_args = (cfg, make_policy, WeightReader)
-        self.generators = service(Generator, cfg.generators, setup_args=generator_args)
+        self.trainer = service(
+            Trainer, 1, setup_args=(cfg, make_learner, self.version), replaces=False
+        )
+        self.generators = service(
+            Generator, cfg.generators, setup_args=(cfg, make_policy, WeightReader)
+        )
         self.reward_workers = service(
             RewardWorker, cfg.reward_workers, setup_args=(cfg, make_scorer)
         )
@@ -2391,9 +2377,11 @@ class Run:
             self.progress.in_flight.add(prompt.number)
         return prompts
 
-    async def sample(self, prompts: list[Prompt]) -> list[Group]:
+    async def sample(self, prompts: list[Prompt], num_parts: int = 1) -> list[Group]:
         """Returns groups to train on. Prompts without rewards count as lost."""
-        groups = await self.sample_and_score(prompts, self.cfg.group_size, self.cfg.seed)
+        part = partial(self.sample_and_score, group_size=self.cfg.group_size, seed=self.cfg.seed)
+        groups = await scatter_gather(prompts, num_parts, part)
+        # Counted for all parts at once: a batch that a signal cuts is drawn again whole.
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
@@ -2674,8 +2662,9 @@ async def demo_async_rl(report: Report) -> None:
     await train_sync(run, 60)
     middle_s = time.monotonic()
     await train_async(run, max_staleness, 140)
-    speeds = {"sync": 60 / (middle_s - start_s), "async": 140 / (time.monotonic() - middle_s)}
-    report.table([{"loop": name, "steps/s": speed} for name, speed in speeds.items()])
+    sync_speed = 60 / (middle_s - start_s)
+    async_speed = 140 / (time.monotonic() - middle_s)
+    report.table([{"sync, steps/s": sync_speed, "async, steps/s": async_speed}])
     after = await run.evaluate() or 0.0
     report.check("held-out accuracy after 200 steps", after, ">", before + 0.2)
 
@@ -2689,8 +2678,8 @@ async def demo_async_rl(report: Report) -> None:
     rows = run.progress.rows
     report.check("largest staleness", max(row["staleness"] for row in rows), "==", max_staleness)
     report.check("groups dropped", run.progress.ended["dropped"], ">", 0)
-    failures = [*run.generators.failures, *run.reward_workers.failures]
-    report.check("workers lost and replaced", len(failures), "==", 2)
+    num_lost = run.generators.num_lost + run.reward_workers.num_lost
+    report.check("workers lost and replaced", num_lost, "==", 2)
     counts = run.progress.counts()
     report.check("groups lost or still in flight", counts["lost"] + counts["in_flight"], "==", 0)
     await run.close()
@@ -2714,6 +2703,8 @@ class Flags(Config):
     device: Literal["", "cpu", "cuda"] = ""  # default: cuda, if each trainer has a GPU
     steps: int = 100  # training steps
     max_turns: int = 8  # of a conversation with an environment
+    equal_rewards: Literal["keep", "drop"] = "keep"  # groups of equal rewards (DAPO: drop)
+    truncated: Literal["keep", "mask"] = "keep"  # truncated responses (DAPO: mask)
     trainers: int = 1  # ranks of the trainer (FSDP2)
     hosts: str = ""  # shared folder of worker hosts, for generators
     worker: str = ""  # shared folder: this machine is a worker host
@@ -3099,10 +3090,9 @@ class UserProcess:
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
-            args = (call_task, self.cfg, method, groups)
             # No variable for the future: a traceback would keep it, and `self`. 2 s more: late
             # coroutines time out alone.
-            return self.executor.submit(*args).result(limit_s + 2)
+            return self.executor.submit(call_task, self.cfg, method, groups).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
             print(reason)
@@ -3341,8 +3331,7 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns the newest first."""
-        paths = [p for p in self.folder.iterdir() if re.fullmatch(r"step_\d{8}\.pt", p.name)]
-        return sorted(paths, reverse=True)
+        return sorted(self.folder.glob(f"step_{'[0-9]' * 8}.pt"), reverse=True)
 
     def newest(self) -> tuple[str, SavedProgress]:
         """Returns the newest intact checkpoint, if any."""
@@ -3365,7 +3354,8 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        for old in self.paths()[2:]:
+        # Files that a killed command left unfinished, too.
+        for old in [*self.paths()[2:], *self.folder.glob("step_*.new")]:
             old.unlink()
         return True
 
@@ -3401,14 +3391,15 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     )
     # A learner of Part I has no attribute `critic`.
     critic = getattr(learner, "critic", None)
-    state["critic"] = critic.state() if critic else None
+    if critic:
+        state["critic"] = critic.network.state_dict(), critic.optimizer.state_dict()
     if current_rank().rank == 0:
         write_durably(Path(path), state)
 
 
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are NaN, or too large for finite logits."""
-    norm = whole(torch.nn.utils.get_total_norm(trainer.learner.weights))  # of all ranks
+    norm = float(torch.nn.utils.get_total_norm(trainer.learner.weights))  # of all ranks
     # q * k has four weights as factors, two of norms: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
@@ -3466,8 +3457,10 @@ def restore(trainer: Trainer, path: str) -> None:
         load(model, learner.optimizer, state["moments"], options=options)  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
-    if state["critic"] and learner.critic:
-        learner.critic.load(state["critic"])
+    if state.get("critic") and learner.critic:
+        network, moments = state["critic"]
+        learner.critic.network.load_state_dict(network)
+        learner.critic.optimizer.load_state_dict(moments)
     trainer.writer.publish(trainer.version)
     trainer.writer.wait()
 
@@ -3534,7 +3527,8 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     """Runs a command. flags: the user's, saved once the run has begun."""
     cfg = run.cfg
     if cfg.train:
-        save_flags(flags, checkpoints.folder)
+        saved = {name: value for name, value in asdict(flags).items() if name not in OF_COMMAND}
+        write_durably(checkpoints.folder / "flags.json", json.dumps(saved, indent=1))
     # A resumed run takes version 0 as --model, for --kl.
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
@@ -3556,7 +3550,9 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if run.version:
         print(f"going on after step {run.version} of {run.cfg.steps}")
-    if not progress.heldout:
+    # Also after a resume, if a signal has cut this evaluation.
+    is_due = run.version % (run.cfg.eval_every or math.inf) == 0
+    if is_due and run.version not in dict(progress.heldout):
         await evaluate_pass_at_k(run)
     await train_saved(run, checkpoints, partial(evaluate_pass_at_k, run))
     if progress.heldout[-1][0] != run.version:
@@ -3565,7 +3561,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
         "steps": run.version,
         **progress.counts(),
         "heldout": progress.heldout,
-        "workers_replaced": sum(len(service.failures) for service in run.services),
+        "workers_replaced": sum(service.num_lost for service in run.services),
     }
 
 
@@ -3645,6 +3641,15 @@ class UserRun(Run):
             raise RunError(f"request after request brought no reward: {reason}")
         return groups
 
+    async def sample(self, prompts: list[Prompt], num_parts: int = 1) -> list[Group]:
+        groups = await super().sample(prompts, num_parts)
+        mixed = [group for group in groups if not has_equal_rewards(group)]
+        # If all are equal, they are kept: a solved task has no others.
+        if self.cfg.equal_rewards == "keep" or not mixed:
+            return groups
+        self.progress.end("dropped", numbers_of(groups) - numbers_of(mixed))
+        return mixed
+
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Returns whole conversations. With an environment, each turn is a request."""
         ended: list[Episode] = []
@@ -3672,13 +3677,13 @@ class UserRun(Run):
             return await super().request_rollout(episodes, seed)
         except ActorError as error:
             groups = groups_of(episodes)
-            half = len(groups) // 2
-            if not half:
+            if len(groups) == 1:
                 messages = episodes[0].prompt.turns[-1].messages
                 self.note_error(f"{messages!r:.80}: {cause_of(error)}")
                 return []
-        parts = [[*chain(*part)] for part in (groups[:half], groups[half:])]
-        return [*chain(*[await self.request_accepted(part, seed) for part in parts])]
+        return await scatter_gather(
+            groups, 2, lambda half: self.request_accepted([*chain(*half)], seed)
+        )
 
     def note_error(self, reason: str) -> None:
         if reason not in self.errors and len(self.errors) < 5:
@@ -3692,7 +3697,7 @@ class UserRun(Run):
         await super().step(groups)
         row = self.progress.rows[-1]
         write_line(self.log, row)
-        print(step_line(row, self.cfg.steps))
+        print(step_line(self.progress.rows, self.cfg.steps))
         await self.trainer.request(require_finite)
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
@@ -3701,17 +3706,20 @@ class UserRun(Run):
         sample = []
         for turn, response, reward in zip(first.prompt.turns, first.responses, first.rewards):
             sample.append(f"{turn.messages[-1]['content']!r} -> {response!r} ({reward:.2f})")
-        rewards = [{str(episode.rewards) for episode in group} for group in groups]
         return super().describe(groups, stats) | {
             "time": time.time(),
             "truncated": fmean(any(e.truncated) for e in episodes),
             "response_tokens": stats.num_tokens / sum(len(e.responses) for e in episodes),
-            "equal_rewards": fmean(len(different) == 1 for different in rewards),  # of groups
+            "equal_rewards": fmean(has_equal_rewards(group) for group in groups),
             "sample": ", ".join(sample),
             "tokens_per_s": stats.num_tokens / stats.seconds,
             "too_long": self.num_too_long,
             "not_scored": sum(self.errors.values()),
         }
+
+
+def has_equal_rewards(group: Group) -> bool:
+    return len({str(episode.rewards) for episode in group}) == 1
 
 
 def sample_row(episode: Episode) -> Record:
@@ -3748,8 +3756,9 @@ async def report_waiting(run: Run) -> None:
         print(line)
 
 
-def step_line(row: Record, num_steps: int) -> str:
-    """Returns the line of a step; steps 1, 11, 21 show a sample."""
+def step_line(rows: list[Record], num_steps: int) -> str:
+    """Returns the line of the newest step; steps 1, 11, 21 show a sample."""
+    row = rows[-1]
     line = (
         f"step {row['step']:4}/{num_steps}  reward {row['reward']:.3f}"
         f"  staleness {row['staleness']}  k3 {row['k3']:.1e}  entropy {row['entropy']:.2f}"
@@ -3758,6 +3767,11 @@ def step_line(row: Record, num_steps: int) -> str:
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
+    # A median passes over the pauses of evaluations and resumes.
+    step_s = median([b["time"] - a["time"] for a, b in pairwise(rows[-11:])] or [0])
+    minutes = step_s * (num_steps - row["step"]) / 60
+    if minutes > 1:
+        line += f"  {minutes:.0f} min left"
     return line if row["step"] % 10 != 1 else f"{line}\n           {row['sample']}"
 
 
@@ -3767,13 +3781,13 @@ def step_line(row: Record, num_steps: int) -> str:
 class UserLearner(Learner):
     """Adds a critic for advantages (14), and penalty(batch, logp) [N] to losses (15)."""
 
-    def __init__(
-        self, policy: Policy, cfg: Flags, rank: int = 0, critic: Any = None, penalty: Any = None
-    ) -> None:
+    cfg: Flags
+
+    def __init__(self, policy: Policy, cfg: Flags, rank: int = 0, penalty: Any = None) -> None:
         super().__init__(policy, cfg)
         self.rank = rank
         self.num_ranks = cfg.trainers
-        self.critic = critic
+        self.critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
         self.penalty = penalty
 
     def update(self, batches: list[Batch]) -> StepStats:
@@ -3788,7 +3802,12 @@ class UserLearner(Learner):
             return super().update(batches)
 
     def advantages(self, episodes: list[Episode]) -> list[list[float]]:
-        return self.critic(episodes) if self.critic else super().advantages(episodes)
+        per_token = self.critic(episodes) if self.critic else super().advantages(episodes)
+        if self.cfg.truncated == "mask":
+            for values, episode in zip(per_token, episodes):
+                is_cut = [False, *episode.truncated]  # of turns; 0: not sampled
+                values[:] = [0.0 if is_cut[turn] else a for a, turn in zip(values, episode.turn_of)]
+        return per_token
 
     def token_losses(self, batch: Batch, logp: Tensor, entropy: Tensor) -> Tensor:
         losses = super().token_losses(batch, logp, entropy)
@@ -3808,19 +3827,13 @@ class UserLearner(Learner):
         parts[-1] += mine
         return parts
 
-    def clip_gradients(self) -> float:
-        return float(whole(torch.nn.utils.clip_grad_norm_(self.weights, 1.0)))
 
+def whole_state(policy: Policy) -> Record:
+    """Returns whole tensors on each rank. All ranks take part."""
+    from torch.distributed.checkpoint import state_dict
 
-def whole(tensor: Tensor) -> Tensor:
-    """Gathers a DTensor. Returns other tensors unchanged."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def whole_state(policy: Policy) -> Weights:
-    return {name: whole(tensor) for name, tensor in policy.model.state_dict().items()}
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    return state_dict.get_model_state_dict(policy.model, options=options)
 
 
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
@@ -3831,17 +3844,18 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     verify(policy)
     if cfg.trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
-        form_group(meeting_file, rank, cfg.trainers, backend)
+        place = f"file://{meeting_file}"
+        dist.init_process_group(backend, place, rank=rank, world_size=cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
+    plain = replace(cfg, advantage="none")  # without a critic
+    sft(UserLearner(policy, plain, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
         reference = HubPolicy(cfg, dtype)  # version 0, in the dtype of forward passes
         reference.model.load_state_dict(whole_state(policy))
         reference.has_chunks = policy.has_chunks
         penalty = partial(divergence, reference, cfg.kl)
-    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
-    learner = UserLearner(policy, cfg, rank, critic, penalty)
+    learner = UserLearner(policy, cfg, rank, penalty)
     weights = dict(policy.model.named_parameters())
     make_writer = ShardedWriter if cfg.trainers > 1 else BlockWriter
     return learner, make_writer(weights, cfg.generators, dtype)
@@ -3969,7 +3983,9 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     if not file.exists():
         if "train" in given and given.keys() & {"model", "task"}:
             return given
-        raise UsageError(f"{folder}: nothing saved there; a new run: --model or --task")
+        raise UsageError(
+            f"{folder}: nothing saved there; a new run: --train, with --model or --task"
+        )
     flags = called(str(file), lambda: json.loads(file.read_text("utf-8-sig")).items())
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
@@ -3982,11 +3998,6 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
-
-
-def save_flags(cfg: Flags, folder: Path) -> None:
-    flags = {name: value for name, value in asdict(cfg).items() if name not in OF_COMMAND}
-    write_durably(folder / "flags.json", json.dumps(flags, indent=1))
 
 
 # == WARM PROCESSES ====
@@ -4062,7 +4073,7 @@ def release(worker: Worker) -> None:
 
 
 def device_of(cfg: Flags) -> str:
-    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
+    has_gpus = torch.cuda.device_count() >= cfg.trainers  # 0 without CUDA
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
@@ -4072,9 +4083,9 @@ def dtype_of(cfg: Any) -> torch.dtype:
 
 
 def use_gpu(number: int) -> None:
-    torch.cuda.set_device(number % (torch.cuda.device_count() or 1))
+    gpu = number % (torch.cuda.device_count() or 1)
+    torch.cuda.set_device(gpu)
     free, total = torch.cuda.mem_get_info()
-    gpu = torch.cuda.current_device()
     print(f"process {os.getpid()}: {free / 1e9:.0f} of {total / 1e9:.0f} GB free on GPU {gpu}")
 
 
@@ -4222,8 +4233,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
         pairs = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
     finally:
         del head.forward  # restores that of its class
-    logp, entropy = pairs.unbind(1)
-    return logp, entropy
+    return pairs[:, 0], pairs[:, 1]
 
 
 # == 14. CRITIC ====
@@ -4241,8 +4251,8 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 #   c         2     0.9  0.7            0.9        0.2
 
 
-def value_network(policy: Policy) -> Any:
-    """Returns a copy of the policy with one output per token, at first 0."""
+def value_network(policy: Policy, cfg: Flags) -> tuple[Any, Any]:
+    """Returns a copy of the policy with one output per token, at first 0, and an optimizer."""
     from transformers import AutoModelForTokenClassification
 
     config = copy.deepcopy(policy.model.config)
@@ -4252,7 +4262,8 @@ def value_network(policy: Policy) -> Any:
     network.base_model.load_state_dict(policy.model.base_model.state_dict())
     *_, head = [layer for layer in network.modules() if isinstance(layer, torch.nn.Linear)]
     torch.nn.init.zeros_(head.weight)
-    return network.to(policy.device).eval()
+    network.to(policy.device).eval()
+    return network, torch.optim.Adam(network.parameters(), 1e-5 if cfg.model else 3e-3)
 
 
 def gains(episode: Episode, values: list[float]) -> list[float]:
@@ -4263,8 +4274,7 @@ def gains(episode: Episode, values: list[float]) -> list[float]:
 
 class Critic:
     def __init__(self, policy: Policy, cfg: Flags) -> None:
-        self.network = value_network(policy)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
+        self.network, self.optimizer = value_network(policy, cfg)
         self.cfg = cfg
 
     def __call__(self, episodes: list[Episode]) -> list[list[float]]:
@@ -4295,14 +4305,6 @@ class Critic:
             self.optimizer.step()  # mechanism: critic
             self.optimizer.zero_grad()
 
-    def state(self) -> tuple[Any, ...]:
-        return self.network.state_dict(), self.optimizer.state_dict()
-
-    def load(self, state: tuple[Any, ...]) -> None:
-        network, optimizer = state
-        self.network.load_state_dict(network)
-        self.optimizer.load_state_dict(optimizer)
-
 
 # -- measurement ---
 
@@ -4325,11 +4327,10 @@ def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
     The reward is this share plus a mood: -1.5 for a first letter a, up to 1.5 for p.
     """
     task = LetterTask(cfg.seed)
-    critic = Critic(policy, cfg) if cfg.advantage == "critic" else None
     shares = []
     # All have number 0, so they are one group: its baseline is the mean of the batch.
     prompts = (Prompt(0, prompt.turns[:1]) for prompt in training_prompts(task))
-    for episodes in lone_run(UserLearner(policy, cfg, critic=critic), prompts, cfg.steps):
+    for episodes in lone_run(UserLearner(policy, cfg), prompts, cfg.steps):
         for episode in episodes:
             right = episode.prompt.turns[0].answer
             shares.append(task.grade(right, episode.responses[0]))
@@ -4350,8 +4351,7 @@ async def demo_critic(report: Report) -> None:
         lr=3e-3,
     )
     policy = Policy(cfg)
-    warm_up = Learner(policy, demo_config(report.cfg))
-    sft(warm_up, training_prompts(LetterTask(cfg.seed)), 60)
+    sft(Learner(policy, demo_config(report.cfg)), training_prompts(LetterTask(cfg.seed)), 60)
     service = Service(Worker, 2, report.pool)
     await service.begin()
     train = partial(service.request, train_with, policy)
@@ -4395,9 +4395,8 @@ class RewardModel:
     def __init__(self, cfg: Flags) -> None:
         self.cfg = cfg
         self.policy = HubPolicy(cfg, torch.float32)
-        self.network = value_network(self.policy)
+        self.network, self.optimizer = value_network(self.policy, cfg)
         self.policy.model.to("meta")  # frees its weights
-        self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-5 if cfg.model else 3e-3)
         pairs: list[Pair] = []
         for prompt, texts in read_preferences(Path(cfg.preferences)):
             pairs.append([episode_with(self.policy, prompt, [text]) for text in texts])
@@ -4428,7 +4427,7 @@ class RewardModel:
         group = [episode_with(self.policy, *each) for each in conversations]
         with torch.inference_mode():
             scores = self.scores(group).tolist()
-        return [[0.0] * (len(e.responses) - 1) + [score] for e, score in zip(group, scores)]
+        return [rewards_from(score, len(e.responses)) for e, score in zip(group, scores)]
 
 
 def divergence(reference: Policy, weight: float, batch: Batch, logp: Tensor) -> Tensor:
@@ -4772,7 +4771,7 @@ async def demo_hosts(report: Report) -> None:
     num_transfers = await pool.outlet.traffic.call_one()
     publishing.cancel()
     report.check("torn reads of 100", sum(answers), "==", 0)
-    report.check("replicas lost with their host", len(service.failures), ">", 1)
+    report.check("replicas lost with their host", service.num_lost, ">", 1)
     report.check("transfers of a version to a host", max(num_transfers.values()), "==", 1)
     await service.close()
     for worker in workers:
@@ -4831,7 +4830,10 @@ def read_flags(argv: list[str] | None) -> Flags:
     classes = re.findall(r"(?s)\nclass (?:Config|Flags)\b.*?\n\n\n", THIS_FILE.read_text())
     texts = dict(re.findall(r"(\w+): .*  # (.*)", "".join(classes)))
 
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    # "@FILE" stands for the lines of a file; without a usage, errors are one line.
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False, fromfile_prefix_chars="@"
+    )
     for each in fields(Flags):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
@@ -4841,7 +4843,7 @@ def read_flags(argv: list[str] | None) -> Flags:
             options = {"type": type(each.default), "choices": choices}
         # Omitted flags get saved values, or else the defaults.
         parser.add_argument(
-            "--" + each.name.replace("_", "-"),
+            f"--{each.name.replace('_', '-')}",
             default=argparse.SUPPRESS,
             help=f"{texts[each.name]} ({each.default})",
             **options,
@@ -4849,8 +4851,9 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED) or ["--help"]
-        raise UsageError(f"unknown: {unknown[0]}; see {ours.pop()}")
+        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED)
+        ours += get_close_matches(name, parser.format_help().split(), 1, 0.8)
+        raise UsageError(f"unknown: {unknown[0]}; see {[*ours, '--help'][0]}")
 
     given = vars(known)
     for name in given.keys() & {"model", "task", "reward", "preferences"}:

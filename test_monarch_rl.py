@@ -1013,7 +1013,7 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
             found += await asyncio.gather(*[service.request("double", i) for i in numbers])
         await service.until_ready(3)
         assert not any(replica.in_flight for replica in service.replicas.values())
-        assert len(service.failures) >= befell["dies"] > 0
+        assert service.num_lost >= befell["dies"] > 0
         return found
 
     found = serve(script, work, num_replicas=3, unresponsive_s=0.2)
@@ -1038,7 +1038,7 @@ def test_an_exception_or_three_losses_are_the_callers(serve: Any) -> None:
         with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
             await service.request("fatal")
         assert num_asked["fatal"] == 3
-        while len(service.failures) < 4:
+        while service.num_lost < 4:
             await asyncio.sleep(0.01)
         assert await service.request("harmless") == 7  # and the service lives on
 
@@ -1181,6 +1181,7 @@ class FakeServices:
         self.rng = random.Random(seed)
         self.loses = loses
         self.version = 0
+        self.num_lost = 0
         self.k3 = 0.0
         self.trainer = asyncio.Lock()  # it makes one step after the other
         self.prompts: list[Any] = []  # of the groups that were trained on
@@ -1390,6 +1391,64 @@ def test_every_rank_has_rows_in_each_step_although_groups_are_lost() -> None:
     policy = policy_of()
     run = run_of(cfg, Services())
     asyncio.run(asyncio.wait_for(m.train_sync(run, 3), 60))
+
+
+def test_a_batch_that_is_cut_is_drawn_again_whole() -> None:
+    class Services(FakeServices):
+        async def rollout(self, _: Any, at_least: int, asked: list[Any], *__: Any) -> list[Any]:
+            parts.append({episode.prompt.number for episode in asked})
+            await asyncio.sleep(0.05 * len(parts))
+            return []  # one part is lost before the cut
+
+    parts: list[Any] = []
+    run = run_of(replace(SMALL_RUN, generators=2), Services())
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(m.train_sync(run, 1), 0.08))
+    assert m.progress_state(run.progress)["requeued"] == sorted(parts[0] | parts[1])
+
+
+@pytest.mark.parametrize(("given", "num_kept"), [("keep", 4), ("drop", 1)])
+def test_groups_of_equal_rewards_are_dropped_unless_all_are(given: Any, num_kept: int) -> None:
+    run = run_of(replace(SMALL_RUN, equal_rewards=given), FakeServices())
+    for last, wanted in ((1.0, num_kept), (0.5, 4)):
+        answers = [[[0.5], [0.5]]] * 3 + [[[0.5], [last]]]
+        run.reward_workers = SimpleNamespace(request=AsyncMock(return_value=answers))
+        run.cfg = replace(run.cfg, reward_workers=1)
+        assert len(asyncio.run(run.sample(run.draw(4)))) == wanted
+        assert run.progress.counts()["dropped"] == 4 - num_kept
+
+
+def test_a_truncated_turn_has_no_gradient_if_masked() -> None:
+    how = {"turn_of": [0, 1, 1, 0, 2], "rewards": [0.0, 1.0], "truncated": [False, True]}
+    for given, wanted in (("keep", [0, 1, 1, 0, 1]), ("mask", [0, 1, 1, 0, 0])):
+        cfg = replace(CFG, advantage="none", truncated=given)
+        found = m.UserLearner(policy_of(), cfg).advantages([m.Episode(letters(1)[0], **how)])
+        assert found == [wanted]
+
+
+@pytest.mark.parametrize("num_left", [1, 31])
+def test_the_time_left_is_that_of_the_median_step(num_left: int) -> None:
+    run = run_of(SMALL_RUN, FakeServices())
+    asyncio.run(m.train_sync(run, 4))
+    for row, when in zip(run.progress.rows, (0, 1000, 1006, 1012), strict=True):
+        row["time"] = when
+    line = m.step_line(run.progress.rows, 4 + num_left)
+    assert ("3 min left" in line, "min left" in line) == (num_left == 31,) * 2
+
+
+@pytest.mark.parametrize("done", [[], [0], [0, 2]])
+def test_an_evaluation_that_a_signal_has_cut_comes_first(done: list[int], monkeypatch: Any) -> None:
+    async def evaluate(*_: Any) -> None:
+        progress.heldout.append((run.version, 0.0))
+
+    train = AsyncMock(side_effect=lambda *_: before.update(dict(progress.heldout)))
+    monkeypatch.setattr(m, "evaluate_pass_at_k", evaluate)
+    monkeypatch.setattr(m, "train_saved", train)
+    before: dict[int, float] = {}
+    progress = m.SavedProgress(rows=[{}, {}] if done else [], heldout=[(v, 0.0) for v in done])
+    run = run_of(replace(CFG, eval_every=2), FakeServices(), progress)
+    assert asyncio.run(m.train_and_evaluate(run, Mock()))["steps"] == run.version
+    assert list(before) == ([0, 2] if done else [0])
 
 
 def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
@@ -1883,6 +1942,7 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
     for word, wanted in (
         ("--tokens-per-pass", "--tokens-per-micro-batch"),
         ("--learning_rate=1", "--lr"),
+        ("--grop-size", "--group-size"),
         ("--foo[", "--help"),
     ):
         assert m.main([word, "2"]) == 2
@@ -1945,6 +2005,15 @@ def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
 
 
 SAVED = ["", "[1]", "null", '{"a', '{"loss": "nonsense"}', '{"steps": 1.5}', '{"lr": null}']
+
+
+def test_flags_are_read_from_a_file(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "own").write_text("--train\n--steps=7\n--lr=2\n")
+    cfg = m.read_flags([f"@{tmp_path}/own", "--lr", "3"])
+    assert (cfg.train, cfg.steps, cfg.lr) == (True, 7, 3)
+    with pytest.raises(SystemExit, match="2"):
+        m.read_flags([f"@{tmp_path}/none"])
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) -> None:
@@ -2175,7 +2244,7 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
 def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     checkpoints = m.Checkpoints(tmp_path)
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
-    for name in others | {"step_00000007.pt", "step_00000009.pt"}:
+    for name in others | {"step_00000007.pt", "step_00000009.pt", "step_00000008.pt.new"}:
         (tmp_path / name).touch()
     trainer = saved_run().trainer
     run: Any = SimpleNamespace(version=10, progress=m.SavedProgress(), trainer=trainer)
@@ -2472,10 +2541,7 @@ def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch
 
 def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
     cfg = replace(CFG, advantage="critic")
-    trained, fresh = [
-        m.UserLearner(policy, cfg, critic=m.Critic(policy, cfg))
-        for policy in (policy_of(), policy_of())
-    ]
+    trained, fresh = [m.UserLearner(policy_of(), cfg) for _ in range(2)]
     trained.step(episodes_of(trained))
     m.write_checkpoint(trainer_of(trained, 1), str(tmp_path / "step_1.pt"), {})
     m.restore(trainer_of(fresh, 1), str(tmp_path / "step_1.pt"))
@@ -2502,8 +2568,7 @@ def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any
 def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
     used: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    for name, value in {"mem_get_info": (1, 1), "current_device": 0, "is_available": 1}.items():
-        monkeypatch.setattr(torch.cuda, name, Mock(return_value=value))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(return_value=(1, 1)))
     monkeypatch.setattr(m, "HubPolicy", Mock())
 
     def places(load: Any, num: int) -> Counter[int]:
@@ -2793,7 +2858,7 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal() -> None:
 @pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
 def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape))
-    network = m.value_network(policy)
+    network, _ = m.value_network(policy, CFG)
     bodies = [model.base_model.state_dict() for model in (network, policy.model)]
     torch.testing.assert_close(*bodies)
     assert not network(torch.tensor([[3, 4, 5]])).logits.any()
@@ -2860,8 +2925,9 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
 
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers: int) -> None:
-    form_group, shard = m.form_group, m.shard  # here, of one rank
-    monkeypatch.setattr(m, "form_group", lambda *args: form_group(*args[:2], 1))
+    form_group, shard = m.dist.init_process_group, m.shard  # here, of one rank
+    of_one = lambda *args, **how: form_group(*args, **how | {"world_size": 1})  # noqa: E731
+    monkeypatch.setattr(m.dist, "init_process_group", of_one)
     monkeypatch.setattr(m, "shard", lambda model, _, dtype: shard(model, 1, dtype))
     monkeypatch.setattr(m, "current_rank", lambda: SimpleNamespace(rank=0))
     cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
