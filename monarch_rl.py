@@ -44,9 +44,9 @@ the weights: each step makes the next. *Staleness* is the trainer's version minu
 sampled. An *arena* has *slots*, one version each; readers *lease* them.
 
 Left out: paged attention and continuous batching (vLLM, SGLang); tensor, pipeline and expert
-parallelism (torchtitan, Megatron); LoRA (peft); a transformer from scratch (nanoGPT); robotics and
-Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trainers over several hosts (torchtitan);
-trackers (read the --log file). For Linux on x86-64.
+parallelism, and trainers over several hosts (torchtitan, Megatron); LoRA (peft); a transformer from
+scratch (nanoGPT); robotics and Gymnasium (CleanRL, SB3); sandboxes (OpenEnv, verifiers); trackers
+(read the --log file). For Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -1154,7 +1154,7 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
     await service.begin()
     publish_ratio = measure_publish(writer)
-    # All replicas read at once; a request would go to one of them. A read spans 2 publishes.
+    # All replicas read at once, and a read spans 2 publishes.
     args = ("read", 32 // num_readers, 2, keeps_lease)
     replicas = service.replicas.values()
     reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
@@ -1213,7 +1213,6 @@ def box_of(shape: Shape, mesh_shape: Shape, placements: Any, coordinate: Shape) 
     for placement, num_ranks, rank in zip(placements, mesh_shape, coordinate):
         if placement.is_replicate():
             continue
-        # Cuts this dimension once more.
         outer = box[placement.dim]
         length = ceil((outer.stop - outer.start) / num_ranks)
         start = min(outer.start + rank * length, outer.stop)
@@ -1275,7 +1274,6 @@ class ShardWorker(Worker):
     def setup(self, number: int, meeting_file: str) -> ArenaHandle:
         from torch.distributed import tensor as dtensor
 
-        # Returns when both ranks have joined.
         place = f"file://{meeting_file}"
         dist.init_process_group("gloo", place, rank=current_rank().rank, world_size=2)
         mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
@@ -2399,7 +2397,7 @@ class Run:
             )
             sampled = groups_of(episodes)
             conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-            # The reward workers share the groups, and call task.score.
+            # The reward workers share the groups.
             score = partial(self.reward_workers.request, "ask", "score")
             scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
         except (ReplicaLost, ActorError) as error:
@@ -2721,7 +2719,7 @@ class Flags(Config):
 
 
 # == YOUR OWN DATA ====
-# Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
+# Problem. Templates differ, data has wrong lines, reward functions raise, hang, leave children.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline: in a generator, rollouts would end, too. Episodes without a
 #   reward are left out: 0 would punish them.
@@ -2774,8 +2772,6 @@ CUT = "\ufdd0"  # noncharacter; `prompt_ids` cuts messages there
 
 
 class HubPolicy(Policy):
-    """A policy from --model, in this dtype."""
-
     def __init__(self, cfg: Flags, dtype: torch.dtype) -> None:
         super().__init__(cfg)  # the tiny policy
         if cfg.model:
@@ -2800,7 +2796,6 @@ class HubPolicy(Policy):
         self._read_template()
 
     def _read_template(self) -> None:
-        """Sets end_ids and control_tokens."""
         text = self.render([{"role": "user", "content": "question"}, RESPONSE], False)
         # Special tokens and those of the template could forge a turn; <think> and "\n" cannot.
         emitted = self.tokenize(text)
@@ -3216,10 +3211,10 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #
 # By example, a checkpoint after step 50, and a crash during step 57:
 #
-#   weights, moments     those after step 50; steps 51 to 56 are made again
-#   prompts in flight    at step 50: they are sampled again, before others
-#   synchronous          equal bit for bit, with as many generators (seeds) and cores (sums)
-#   asynchronous         the same prompts are drawn; samples and their order differ
+#   weights, moments    of step 50: steps 51 to 56 are made again
+#   prompts in flight   at step 50: sampled again, before others
+#   synchronous         equal bit for bit, with as many generators (seeds) and cores (sums)
+#   asynchronous        the same prompts are drawn; samples and their order differ
 
 
 @dataclass
@@ -3354,7 +3349,7 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        # Files that a killed command left unfinished, too.
+        # Also unfinished ones, of killed commands.
         for old in [*self.paths()[2:], *self.folder.glob("step_*.new")]:
             old.unlink()
         return True
@@ -3644,7 +3639,7 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt], num_parts: int = 1) -> list[Group]:
         groups = await super().sample(prompts, num_parts)
         mixed = [group for group in groups if not has_equal_rewards(group)]
-        # If all are equal, they are kept: a solved task has no others.
+        # All are kept if all are equal: a solved task has no others.
         if self.cfg.equal_rewards == "keep" or not mixed:
             return groups
         self.progress.end("dropped", numbers_of(groups) - numbers_of(mixed))
@@ -3994,7 +3989,6 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
         for name in given.keys() & {"model", "sft_steps", "task", "reward"}:
             if given[name] != saved.get(name):
                 raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)!r}")
-    # Saved, not given, and not a default.
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4017,8 +4011,8 @@ if os.getppid() == {}:  # else its parent is gone
 def prepare_process() -> None:
     # Imports from the user's folder, or "", the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
-    # A batch system sends SIGTERM to workers, too, but a save needs the workers. getpid is a
-    # handler without effect; the user's programs would inherit SIG_IGN, but not a handler.
+    # A batch system sends SIGTERM to workers, too, but a save needs them. getpid is a handler
+    # without effect; the user's programs would inherit SIG_IGN.
     libc = ctypes.CDLL(None)
     for number in ENDING:
         libc.signal(number, libc.getpid)
@@ -4033,7 +4027,6 @@ class WarmPool(Pool):
         self.command.args = ["-c", START.format(os.getpid())]
 
     async def start(self, num_ranks: int) -> Processes:
-        # A dead process fails in `setup`.
         if num_ranks == 1 and self.idle:
             return self.idle.pop()
         return await super().start(num_ranks)
@@ -4522,9 +4515,9 @@ async def demo_reward_model(report: Report) -> None:
 #   is killed, and a new one started.
 # Cost. At most one transfer per version and host, and the work of a lost host.
 #
-#   machine of the command                    worker host
-#   Trainer -> Arena <- lease - Outlet <----- relay -> Arena <- WeightReader, Generator
-#                +------ bytes, RDMABuffer ---->+
+#   machine of the command          worker host
+#   Trainer -> Arena <- Outlet <--- relay -> Arena <- WeightReader, Generator
+#                +---- RDMABuffer ---->+
 #
 # `--worker FOLDER` writes a URL into the shared folder that `--hosts` reads.
 
@@ -4830,14 +4823,13 @@ def read_flags(argv: list[str] | None) -> Flags:
     classes = re.findall(r"(?s)\nclass (?:Config|Flags)\b.*?\n\n\n", THIS_FILE.read_text())
     texts = dict(re.findall(r"(\w+): .*  # (.*)", "".join(classes)))
 
-    # "@FILE" stands for the lines of a file; without a usage, errors are one line.
+    # "@FILE": the lines of a file. Without a usage, errors are one line.
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS, allow_abbrev=False, exit_on_error=False, fromfile_prefix_chars="@"
     )
     for each in fields(Flags):
         options: Any = {"action": "store_true"}
         if not isinstance(each.default, bool):
-            # The values of a Literal; None allows all.
             is_stage = each.name in ("stage", "only")
             choices = STAGES if is_stage else get_args(get_type_hints(Flags)[each.name]) or None
             options = {"type": type(each.default), "choices": choices}
@@ -4895,17 +4887,15 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
             least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
                 yield f"--{each.name.replace('_', '-')}: {least} 0, and finite"
-    is_learned = cfg.reward == "model"
-    # "repeat" and "model" are no files.
     inputs = real_paths(*{cfg.model, cfg.task, cfg.reward, cfg.preferences} - {"repeat", "model"})
-    # Printed if the condition is false.
     rules = {
         "--group-size: at least 2, for this --advantage": (
             cfg.group_size > 1 or cfg.advantage in ("none", "critic")
         ),
         "--trainers: 1 with a critic": cfg.trainers == 1 or cfg.advantage != "critic",
-        "--reward-workers: 1 with --reward model": not is_learned or cfg.reward_workers == 1,
-        "--preferences and --reward model: both or neither": is_learned == bool(cfg.preferences),
+        "--preferences and --reward model: both or neither": (
+            (cfg.reward == "model") == bool(cfg.preferences)
+        ),
         "--model: needs --train, --evaluate or --export": (
             cfg.train or cfg.evaluate or cfg.export or not cfg.model
         ),
@@ -5008,7 +4998,6 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")
-        # `Service` handles faults.
         monarch.actor.unhandled_fault_hook = lambda failure: None
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError) as error:
