@@ -30,8 +30,9 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +41,7 @@ from unittest.mock import AsyncMock, MagicMock, Mock, patch
 import pytest
 import torch
 import transformers
+from pytest import approx, raises
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -54,7 +56,9 @@ from monarch.actor import ActorError
 torch.set_num_threads(1)
 load = transformers.AutoModelForCausalLM.from_pretrained
 PROMPT = m.Prompt(0, (m.user_turn("p", 1),))
+CHAT = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
 CFG = replace(m.Flags(), device="cpu", lr=1e-3, max_new_tokens=4)
+TASK = m.LetterTask(CFG.seed)
 MARK = "MONARCH_RL_TEST"  # in the environment of a command and of all that it starts
 
 
@@ -118,6 +122,10 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def read(folder: Path, name: str = "out.json") -> Any:
+    return json.loads((folder / name).read_text())
+
+
 def have_same_weights(*folders: Path) -> bool:
     one, other = [load(folder).state_dict() for folder in folders]
     return all(torch.equal(other[name], tensor) for name, tensor in one.items())
@@ -129,6 +137,20 @@ def until(holds: Any, seconds: float = 60.0) -> Any:
         assert time.monotonic() < end_s
         time.sleep(0.02)
     return found
+
+
+def refused(told: str) -> Any:
+    return raises(m.UsageError, match=told)
+
+
+cases = pytest.mark.parametrize
+fake: Any = SimpleNamespace
+
+
+@pytest.fixture
+def swap(monkeypatch: Any) -> Any:
+    """Puts a value in place of one of the module's, which dots may lead to."""
+    return lambda name, value, **how: monkeypatch.setattr(f"monarch_rl.{name}", value, **how)
 
 
 # == weight sync ====
@@ -150,17 +172,16 @@ def slot_for(arena: Any, latest: int, leases: tuple[int, ...]) -> int:
     return arena.free_slot()
 
 
-@pytest.mark.parametrize("num_readers", [1, 2, 3])
+@cases("num_readers", [1, 2, 3])
 def test_readers_plus_2_slots_suffice_and_one_less_does_not(num_readers: int) -> None:
     _, arena = m.create_arena(m.layout_of(weights(0)), num_readers)
     assert arena.num_slots == num_readers + 2
     slots = range(-1, num_readers + 2)
-    for latest, *leases in itertools.product(slots, repeat=num_readers + 1):
+    for latest, *leases in product(slots, repeat=num_readers + 1):
         free = slot_for(arena, latest, tuple(leases))
-        assert 0 <= free < arena.num_slots
-        assert free not in (latest, *leases)
+        assert free in {*range(arena.num_slots)} - {latest, *leases}
     arena.num_slots -= 1
-    with pytest.raises(ValueError, match="empty"):
+    with raises(ValueError, match="empty"):
         slot_for(arena, 0, tuple(range(1, num_readers + 1)))
 
 
@@ -174,7 +195,7 @@ def test_a_reader_gives_up_when_its_writer_has_ended() -> None:
     published(writer, 3)
     del writer
     assert reader.pull(3) == 3
-    with pytest.raises(RuntimeError, match="version 4 never came"):
+    with raises(RuntimeError, match="version 4 never came"):
         reader.pull(4)
 
 
@@ -203,11 +224,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@cases("other", OTHERS.values(), ids=OTHERS)
 def test_other_weights_are_refused_and_not_touched(other: dict[str, torch.Tensor]) -> None:
     writer = m.WeightWriter(weights(1), 1)
     published(writer, 1)
-    with pytest.raises(ValueError, match="the writer has"):
+    with raises(ValueError, match="the writer has"):
         m.WeightReader(writer.handle, 0, other)
     assert held(other) == {0.0}
     m.WeightReader(writer.handle, 0, weights(0))
@@ -217,11 +238,11 @@ def test_a_copy_that_fails_is_no_version_and_its_error_is_raised_once() -> None:
     writer = m.WeightWriter(weights(1), 1)
     writer.write = lambda slot: 1 / 0
     writer.publish(1)
-    with pytest.raises(ZeroDivisionError):
+    with raises(ZeroDivisionError):
         writer.publish(2)  # waits for the copy before
     assert writer.arena.words[m.Arena.LATEST] == m.Arena.NOTHING
     del writer.write
-    published(writer, 2)  # the error is told once
+    published(writer, 2)
     assert writer.arena.lease(0)[0] == 2
 
 
@@ -286,17 +307,12 @@ def attack(folder: Path, tmp_path: Path, num_reads: int, num_strikes: int) -> li
     program = tmp_path / "attack.py"
     program.write_text(ATTACK)
     args = [sys.executable, str(program), str(folder), str(num_reads), str(num_strikes)]
-    found = subprocess.run(args, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    return [int(number) for number in found.stdout.split()]
+    return [int(n) for n in subprocess.check_output(args, text=True, timeout=300).split()]
 
 
 def test_no_read_is_torn_though_readers_are_killed_and_stopped(tmp_path: Path) -> None:
     reads, torn, kills, stops, versions = attack(FOLDER, tmp_path, 100_000, 100)
-    assert torn == 0
-    assert reads >= 100_000
-    assert min(kills, stops) >= 30
-    assert versions > 1000
+    assert torn == 0 and reads >= 100_000 and min(kills, stops) >= 30 and versions > 1000
     changed(tmp_path, "weight_sync")  # the same attack tears reads without leases
     assert attack(tmp_path, tmp_path, 50_000, 20)[1] > 0
 
@@ -318,28 +334,26 @@ def test_each_element_is_written_once() -> None:
         whole = torch.rand(shape) + 1
         layout = m.layout_of({"a": whole})
         slot = torch.zeros(layout[0].num_bytes, dtype=torch.uint8)
-        writer: Any = SimpleNamespace(handle=SimpleNamespace(layout=layout), written_bytes=0)
-        for rank in itertools.product(*[range(size) for size in mesh]):
+        writer = fake(handle=fake(layout=layout), written_bytes=0)
+        for rank in product(*[range(size) for size in mesh]):
             size, offset = _compute_local_shape_and_global_offset(shape, mesh, [*rank], parts)
-            local = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
+            local = whole[tuple(slice(o, o + n) for o, n in zip(offset, size))]
             tensor = Mock(placements=parts, **{"to_local.return_value": local})
             tensor.device_mesh = Mock(shape=mesh, **{"get_coordinate.return_value": rank})
             writer.tensors = {"a": tensor}
             m.ShardedWriter.write(writer, slot)
-        assert torch.equal(layout[0].view(slot), whole)
-        assert writer.written_bytes == whole.nbytes
+        assert torch.equal(layout[0].view(slot), whole) and writer.written_bytes == whole.nbytes
 
 
 # == losses and the learner ====
 
 
 def test_advantages_have_their_closed_forms() -> None:
-    rewards = torch.rand(20, 6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    rewards = torch.rand(20, 6)
     assert torch.equal(m.advantages(rewards, "none"), rewards)
-    out = m.advantages(rewards, "leave_one_out")
-    for place in range(6):
-        others = [i for i in range(6) if i != place]
-        assert torch.allclose(out[:, place], rewards[:, place] - rewards[:, others].mean(1))
+    others = (rewards.sum(1, keepdim=True) - rewards) / 5
+    assert torch.allclose(m.advantages(rewards, "leave_one_out"), rewards - others, atol=1e-6)
     group = m.advantages(rewards, "group")
     centred = rewards - rewards.mean(1, keepdim=True)
     assert torch.allclose(group, centred / (centred.square().mean(1, True).sqrt() + 1e-4))
@@ -354,7 +368,7 @@ def gradient(loss: str, logp: Any, recorded: Any, near: Any, gain: Any) -> Any:
     return torch.autograd.grad(found.sum(), logp)[0]
 
 
-@pytest.mark.parametrize("loss", list(m.LOSSES))
+@cases("loss", list(m.LOSSES))
 def test_fresh_samples_give_the_gradient_of_reinforce(loss: str) -> None:
     logp, gain = -torch.rand(50) * 5, torch.randn(50)
     assert torch.allclose(gradient(loss, logp, logp, logp, gain), -gain, atol=1e-6)
@@ -369,17 +383,17 @@ def test_the_clip_stops_a_token_on_its_way_out_only() -> None:
     zero = torch.zeros(1)
     for ratio, gain in MOVES + STOPS:
         found = float(gradient("ppo", zero + math.log(ratio), zero, zero, zero + gain))
-        assert found == pytest.approx(-gain * ratio if (ratio, gain) in MOVES else 0)
+        assert found == approx(-gain * ratio if (ratio, gain) in MOVES else 0)
 
 
 def test_decoupled_weighs_by_age_and_clips_what_this_batch_moved() -> None:
     ages, moves = [-60.0, -1.0, 0.0, 0.5, 3.0, 60.0], [-0.5, 0.0, 0.1, 0.5, 3.0, 60.0]
     zero = torch.zeros(1)
-    for age, moved, gain in itertools.product(ages, moves, [-1.0, 1.0]):
+    for age, moved, gain in product(ages, moves, [-1.0, 1.0]):
         logp = zero + gain * moved
         found = float(gradient("decoupled", logp, zero - age, zero, zero + gain))
         wanted = -gain * min(math.exp(age), 2) * float(logp.exp()) if moved < 0.5 else 0
-        assert found == pytest.approx(wanted)
+        assert found == approx(wanted)
 
 
 def test_the_policy_before_a_batch_is_that_of_its_first_update() -> None:
@@ -392,21 +406,20 @@ def test_the_policy_before_a_batch_is_that_of_its_first_update() -> None:
 
 
 def test_k3_is_never_negative_and_estimates_the_divergence() -> None:
-    rng = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(64, generator=rng).log_softmax(-1) for _ in range(2))
+    torch.manual_seed(0)
+    p, q = (torch.randn(64).log_softmax(-1) for _ in range(2))
     found = m.k3(p, q)
-    assert (found >= 0).all()
-    assert float(m.k3(p, p).max()) == 0
+    assert (found >= 0).all() and m.k3(p, p).max() == 0
     kl = float((p.exp() * (p - q)).sum())
-    assert float((p.exp() * found).sum()) == pytest.approx(kl, rel=1e-4)
+    assert float((p.exp() * found).sum()) == approx(kl, rel=1e-4)
 
 
 def test_the_divergence_as_a_loss_has_the_gradient_of_kl() -> None:
-    rng = torch.Generator().manual_seed(0)
-    q = torch.randn(9, generator=rng).log_softmax(-1)
-    table = torch.randn(9, generator=rng).requires_grad_()
-    reference: Any = SimpleNamespace(token_logprobs=lambda *_: (q, None))
-    batch = SimpleNamespace(ids=None, is_sampled=None)
+    torch.manual_seed(0)
+    q = torch.randn(9).log_softmax(-1)
+    table = torch.randn(9).requires_grad_()
+    reference = fake(token_logprobs=lambda *_: (q, None))
+    batch = fake(ids=None, is_sampled=None)
     logp = table.log_softmax(-1)
     p = logp.detach().exp()  # all tokens, as often as they would be sampled
     price = m.divergence(reference, 0.25, batch, logp)
@@ -429,7 +442,10 @@ def parameters(learned: Any) -> torch.Tensor:
 
 def letters(num: int) -> list[m.Prompt]:
     """Prompts of two turns for the tiny policy."""
-    return [m.LetterTask(CFG.seed).prompt(number) for number in range(num)]
+    return [*map(TASK.prompt, range(num))]
+
+
+FIVE = [*letters(4), m.Prompt(4, (m.user_turn("abcdefghij", ""), m.user_turn("a", "")))]
 
 
 def sampled(policy: Any, prompts: list[m.Prompt], group_size: int, seed: int | None) -> list[Any]:
@@ -448,8 +464,7 @@ def batches_of(learned: Any, episodes: list[Any]) -> list[Any]:
 
 
 def advantages_of(episodes: list[Any], kind: Any) -> Any:
-    learned: Any = SimpleNamespace(cfg=replace(CFG, advantage=kind))
-    return m.Learner.advantages(learned, episodes)
+    return m.Learner.advantages(fake(cfg=replace(CFG, advantage=kind)), episodes)
 
 
 def test_an_advantage_is_that_of_what_follows() -> None:
@@ -457,24 +472,23 @@ def test_an_advantage_is_that_of_what_follows() -> None:
     turn_of = [[0, 1, 1, 0, 2], [0, 0, 1, 0, 0, 2, 2]]
     episodes = []
     for number, group in enumerate(rewards):
-        for turns, reward in zip(turn_of, group, strict=True):
+        for turns, reward in zip(turn_of, group):
             episodes.append(m.Episode(letters(2)[number], turn_of=turns, rewards=reward))
     found = advantages_of(episodes, "none")
-    assert found[0] == [0, 0.75, 0.75, 0, 0.5]
-    assert found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
+    assert found[0] == [0, 0.75, 0.75, 0, 0.5] and found[3] == [0, 0, 0.75, 0, 0, 0.25, 0.25]
     # A conversation that an environment has ended earlier: its last turn is compared with nothing.
     ended = m.Episode(letters(2)[1], turn_of=[0, 1], rewards=[1.0])
     for kind in ("group", "leave_one_out"):
         alone, other = advantages_of([episodes[3], ended], kind)
-        assert (alone[5:], alone[2], other) == ([0, 0], pytest.approx(-other[1]), [0, other[1]])
+        assert (alone[5:], alone[2], other) == ([0, 0], approx(-other[1]), [0, other[1]])
         assert other[1] > 0.2
     found = advantages_of(episodes, "leave_one_out")  # of two: the difference of both
-    assert found[0] == pytest.approx([0, -0.25, -0.25, 0, -0.5])
-    assert found[1] == pytest.approx([0, 0, 0.25, 0, 0, 0.5, 0.5])
-    assert found[2] == pytest.approx([0, -0.25, -0.25, 0, -0.25])
+    assert found[0] == approx([0, -0.25, -0.25, 0, -0.5])
+    assert found[1] == approx([0, 0, 0.25, 0, 0, 0.5, 0.5])
+    assert found[2] == approx([0, -0.25, -0.25, 0, -0.25])
 
 
-@pytest.mark.parametrize("loss", ["ppo", "decoupled"])
+@cases("loss", ["ppo", "decoupled"])
 def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
     found = []
     for tokens in (8192, 40):
@@ -490,10 +504,9 @@ def test_a_step_in_parts_is_the_step_of_the_whole(loss: str) -> None:
         found.append((parameters(one), stats))
     (whole, whole_stats), (parts, parts_stats) = found
     start = parameters(learner())
-    assert float((whole - start).norm()) > 1e-3
-    assert float((whole - parts).norm()) < 1e-3 * float((whole - start).norm())
-    assert whole_stats.grad_norm == pytest.approx(parts_stats.grad_norm, rel=1e-4)
-    assert whole_stats.entropy == pytest.approx(parts_stats.entropy, rel=1e-4)
+    assert (whole - start).norm() > 1e-3 and (whole - parts).norm() < 1e-3 * (whole - start).norm()
+    assert whole_stats.grad_norm == approx(parts_stats.grad_norm, rel=1e-4)
+    assert whole_stats.entropy == approx(parts_stats.entropy, rel=1e-4)
     assert 0.9 * math.log(19) < whole_stats.entropy < math.log(19)  # near uniform
 
 
@@ -523,7 +536,7 @@ def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> 
         for episode in episodes:
             episode.rewards = [scale * reward for reward in episode.rewards]
         loss = torch.zeros(())
-        for episode, advantage in zip(episodes, advantages_of(episodes, "none"), strict=True):
+        for episode, advantage in zip(episodes, advantages_of(episodes, "none")):
             is_sampled = torch.tensor(episode.turn_of) > 0
             ids = torch.tensor([episode.ids])
             logp, _ = one.policy.token_logprobs(ids, is_sampled[None])
@@ -533,7 +546,7 @@ def test_a_step_follows_the_gradient_of_the_mean_over_tokens_cut_to_norm_1() -> 
         wanted = torch.nn.utils.parameters_to_vector(grads)
         norm = float(wanted.norm())
         assert (norm > 1) is (scale == 100)
-        assert one.step(episodes).grad_norm == pytest.approx(norm, rel=1e-4)
+        assert one.step(episodes).grad_norm == approx(norm, rel=1e-4)
         moved = parameters(one) - before  # at a rate of 0.5
         assert torch.allclose(moved, -0.5 * wanted / max(1, norm), atol=1e-5)
 
@@ -552,22 +565,20 @@ def test_rows_without_an_advantage_are_left_out_and_change_nothing() -> None:
     one = learner()
     for episode in episodes:
         episode.rewards = [0.5, 0.5]
-    assert one.step(episodes).grad_norm == 0
-    assert torch.equal(parameters(one), parameters(learner()))
+    assert one.step(episodes).grad_norm == 0 and torch.equal(parameters(one), parameters(learner()))
     assert learner(entropy=1.0).step(episodes).grad_norm > 0
     one.penalty = lambda batch, logp: 0 * logp  # trains all rows, too
     assert one.rows_to_train([[0.0], [1.0]]) == [0, 1]
-    moved = float((found[1] - parameters(learner())).norm())
-    assert moved > 1e-3
-    assert float((found[0] - found[1]).norm()) < 1e-4 * moved
+    moved = (found[1] - parameters(learner())).norm()
+    assert moved > 1e-3 and (found[0] - found[1]).norm() < 1e-4 * moved
 
 
 def test_micro_batches_are_cut_by_tokens() -> None:
     one = learner(tokens_per_micro_batch=1000)
     lengths = [500, 400, 300, 300, 200, 150, 50, 50, 50]  # the example of `partition`
-    rows: Any = [SimpleNamespace(ids=[0] * length) for length in lengths]
+    rows: Any = [fake(ids=[0] * length) for length in lengths]
     assert one.partition(list(range(9)), rows) == [[0, 1], [2, 3, 4], [5, 6, 7, 8]]
-    for num_tokens, num_ranks, num in itertools.product([1000, 1], [1, 2, 3, 4], [4, 5, 8, 9]):
+    for num_tokens, num_ranks, num in product([1000, 1], [1, 2, 3, 4], [4, 5, 8, 9]):
         one.cfg = replace(one.cfg, tokens_per_micro_batch=num_tokens)
         one.num_ranks = num_ranks
         ranks = []
@@ -575,11 +586,9 @@ def test_micro_batches_are_cut_by_tokens() -> None:
             ranks.append(one.partition(list(range(num)), rows))
             largest = max(len(part) * lengths[part[0]] for part in ranks[-1])
             assert largest <= 1000 or num % num_ranks
-        # Equally many for all ranks, none empty, and each row once.
         assert len({len(parts) for parts in ranks}) == 1
-        parts = list(itertools.chain(*ranks))
-        assert all(parts)
-        assert sorted(itertools.chain(*parts)) == list(range(num))
+        parts = list(chain(*ranks))
+        assert all(parts) and sorted(chain(*parts)) == list(range(num))
 
 
 def test_a_masked_token_spoils_no_gradient() -> None:
@@ -598,20 +607,20 @@ def test_supervised_steps_are_reinforce() -> None:
     for temperature, loss in ((1.0, "reinforce"), (0.5, "decoupled")):
         one = learner(temperature=temperature, loss=loss, entropy=1 - temperature)
         one.optimizer = None
-        m.sft(one, m.training_prompts(m.LetterTask(CFG.seed)), 2)
+        m.sft(one, m.training_prompts(TASK), 2)
         found.append(parameters(one))
     assert torch.equal(*found) and one.policy.temperature == 0.5
 
 
 def test_supervised_steps_need_answers_that_fit() -> None:
     policy = policy_of()
-    policy.tokenizer.chat_template += "{{ raise_exception('no b') if 'b' in messages[0].content }}"
+    policy.tokenizer.chat_template += NO_B
     pairs = [("b", "a"), ("a", "aa"), ("a", "a"), ("a", None)]
     prompts = [m.Prompt(i, (m.user_turn(*pair),)) for i, pair in enumerate(pairs)]
     policy.context = len(m.episode_with(policy, prompts[2], ["a"]).ids)
     found = m.right_episodes(policy, iter(prompts))
     assert next(found).prompt.number == 2
-    with pytest.raises(m.UsageError, match="no answer"):
+    with refused("no answer"):
         next(found)
 
 
@@ -621,8 +630,7 @@ def test_an_update_that_is_not_finite_is_left_out() -> None:
     episodes = episodes_of(one)
     with patch.dict(m.LOSSES, ppo=lambda logp, *_: logp * math.inf):
         assert not math.isfinite(one.step(episodes).grad_norm)
-    assert torch.equal(parameters(one), before)
-    assert one.step(episodes).grad_norm > 0
+    assert torch.equal(parameters(one), before) and one.step(episodes).grad_norm > 0
 
 
 # == rollout ====
@@ -633,20 +641,21 @@ EXPERTS = "linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=8
 EXPERTS += "linear_value_head_dim=8 num_experts=4 num_experts_per_tok=2 moe_intermediate_size=16 "
 EXPERTS += "shared_expert_intermediate_size=16 layer_types=linear_attention,full_attention"
 OPT = "hidden_size=32 ffn_dim=64 num_hidden_layers=2 num_attention_heads=4 word_embed_proj_dim=32"
-SHAPES = {  # the class of its configuration, and sizes
-    "qwen2": ("Qwen2Config", SMALL),
-    "qwen3": ("Qwen3Config", SMALL),
-    "llama": ("LlamaConfig", SMALL),
-    "gemma3": ("Gemma3TextConfig", SMALL + "sliding_window=8 query_pre_attn_scalar=8"),
-    "mistral": ("MistralConfig", SMALL + "sliding_window=8"),
-    "gpt2": ("GPT2Config", "n_embd=32 n_layer=2 n_head=4 n_positions=128"),
-    "opt": ("OPTConfig", OPT + " max_position_embeddings=128"),
-    "phi3": ("Phi3Config", SMALL),
-    "bloom": ("BloomConfig", "hidden_size=32 n_layer=2 n_head=4"),
-    "qwen3_next": ("Qwen3NextConfig", SMALL + EXPERTS),
-    "lfm2": ("Lfm2Config", SMALL + "layer_types=conv,full_attention"),
+SHAPES = {  # the name of its configuration, and sizes
+    "qwen2": ("Qwen2", SMALL),
+    "qwen3": ("Qwen3", SMALL),
+    "llama": ("Llama", SMALL),
+    "gemma3": ("Gemma3Text", SMALL + "sliding_window=8 query_pre_attn_scalar=8"),
+    "mistral": ("Mistral", SMALL + "sliding_window=8"),
+    "gpt2": ("GPT2", "n_embd=32 n_layer=2 n_head=4 n_positions=128"),
+    "opt": ("OPT", OPT + " max_position_embeddings=128"),
+    "phi3": ("Phi3", SMALL),
+    "bloom": ("Bloom", "hidden_size=32 n_layer=2 n_head=4"),
+    "qwen3_next": ("Qwen3Next", SMALL + EXPERTS),
+    "lfm2": ("Lfm2", SMALL + "layer_types=conv,full_attention"),
 }
 BYTES = "".join(bytes_to_unicode().values())
+NO_B = "{{ raise_exception('no b') if 'b' in messages[0].content }}"
 TEMPLATE = m.tiny_policy(0)[0].chat_template  # <user>abc<end><assistant>
 
 
@@ -658,7 +667,7 @@ def model_folder(parent: Path, shape: str = "qwen2", characters: str = m.LETTERS
     sizes: dict[str, Any] = dict.fromkeys(("pad_token_id", "eos_token_id", "bos_token_id"), 2)
     for word, value in [pair.split("=") for pair in words.split()]:
         sizes[word] = int(value) if value.isdigit() else value.split(",")
-    config = getattr(transformers, name)(vocab_size=len(tokenizer), **sizes)
+    config = getattr(transformers, name + "Config")(vocab_size=len(tokenizer), **sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     folder = parent / shape
@@ -671,66 +680,63 @@ def policy_of(folder: Path | None = None, **flags: Any) -> Any:
     return m.HubPolicy(replace(CFG, model=str(folder or ""), **flags), torch.float32)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
+@cases("shape", SHAPES)
 def test_what_was_recorded_is_what_is_recomputed(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    longer = m.Prompt(4, (m.user_turn("abcdefghij", ""), m.user_turn("a", "")))
-    episodes = sampled(policy, [*letters(4), longer], 3, 0)
+    episodes = sampled(policy, FIVE, 3, 0)
     assert len(episodes) == 15
     recorded, recomputed = m.recompute_logprobs(policy, episodes)
     assert torch.allclose(recorded, recomputed, atol=2e-3)
-    assert float(m.k3(recorded, recomputed).mean()) <= 1e-6
+    assert m.k3(recorded, recomputed).mean() <= 1e-6
     advantage = [[1.0] * len(episode.ids) for episode in episodes]
     (batch,) = m.Learner(policy, CFG).micro_batches(episodes, advantage)  # one padded batch
     with torch.no_grad():
         together, _ = policy.token_logprobs(batch.ids, batch.is_sampled)
-    assert float(m.k3(batch.old_logprobs, together).mean()) <= 1e-6
+    assert m.k3(batch.old_logprobs, together).mean() <= 1e-6
     for episode in episodes:
         for turn, is_cut in enumerate(episode.truncated, 1):
             turn_ids = [i for i, t in zip(episode.ids, episode.turn_of, strict=True) if t == turn]
             ends = [i in policy.end_ids for i in turn_ids]
-            assert not any(ends[:-1])
-            assert ends[-1] is not is_cut
+            assert not any(ends[:-1]) and ends[-1] is not is_cut
             assert len(turn_ids) == 12 or not is_cut
     policy.temperature = 0.7  # the check finds a trainer that computes another distribution
-    recorded, recomputed = m.recompute_logprobs(policy, episodes)
-    assert float(m.k3(recorded, recomputed).mean()) > 1e-6
+    assert m.k3(*m.recompute_logprobs(policy, episodes)).mean() > 1e-6
 
 
-@pytest.mark.parametrize("fault", ["nan", "lm_head", "more", "drops", "disagree"])
+@cases("fault", ["nan", "lm_head", "more", "drops", "disagree"])
 def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str, monkeypatch: Any) -> None:
-    monkeypatch.setitem(SHAPES, "mamba", ("MambaConfig", "hidden_size=32 num_hidden_layers=2"))
+    monkeypatch.setitem(SHAPES, "mamba", ("Mamba", "hidden_size=32 num_hidden_layers=2"))
     folder = model_folder(tmp_path, "mamba" if fault == "disagree" else "qwen2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = load(folder)
-    state = None
     if fault == "nan":
         model.get_input_embeddings().weight.data[3, 0] = math.nan
-    if fault == "lm_head":  # lacks it
-        state = {name: p for name, p in model.state_dict().items() if "lm_head" not in name}
     if fault == "more":
         model.model.more = torch.nn.Linear(2, 2)
     if fault == "drops":
         tokenizer.chat_template = TEMPLATE.replace("content", "content | upper")
+    state = model.state_dict()
+    if fault == "lm_head":
+        del state["lm_head.weight"]
     model.save_pretrained(folder, state_dict=state)
     tokenizer.save_pretrained(folder)
-    with pytest.raises(m.UsageError, match=fault):
+    with refused(fault):
         m.verify(policy_of(folder))
 
 
-def test_a_model_is_verified_by_rows_of_two_lengths_to_a_millionth(monkeypatch: Any) -> None:
+def test_a_model_is_verified_by_rows_of_two_lengths_to_a_millionth(swap: Any) -> None:
     def compute(_: Any, episodes: list[Any]) -> Any:
         lengths.update(len(episode.ids) for episode in episodes)
         return torch.zeros(1), torch.full((1,), difference)
 
     lengths: set[int] = set()
     policy = policy_of()
-    monkeypatch.setattr(m, "recompute_logprobs", compute)
+    swap("recompute_logprobs", compute)
     difference = 1.3e-3  # k3 is half of its square
     m.verify(policy)
     assert len(lengths) > 1
     difference = 1.5e-3
-    with pytest.raises(m.UsageError, match="disagree"):
+    with refused("disagree"):
         m.verify(policy)
 
 
@@ -739,8 +745,8 @@ def test_both_programs_compute_the_same_in_bfloat16() -> None:
     generator = m.HubPolicy(cfg, torch.bfloat16)
     trained = m.UserLearner(policy_of(), cfg)
     trained.token_losses = lambda batch, logp, _: seen.append(logp) or logp
-    seen: list[Any] = []
-    (batch,) = batches_of(trained, episodes_of(SimpleNamespace(policy=generator)))
+    seen = []
+    (batch,) = batches_of(trained, episodes_of(fake(policy=generator)))
     trained.update([batch])
     assert {weight.dtype for weight in trained.policy.model.parameters()} == {torch.float32}
     one, _ = generator.token_logprobs(batch.ids, batch.is_sampled)
@@ -760,12 +766,12 @@ TEXTS = ["a", "", " a\n", "é", "e\u0301 🙂"]
 TEXTS += ["<end>", "x <user> y", "\n<assistant>", "[INST] response, message0of"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
+@cases("template", [TEMPLATE, EACH + ASKS, SYSTEM + EACH + ASKS, INST])
 def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> None:
     policy = policy_of(model_folder(tmp_path, characters=BYTES))
     policy.tokenizer.chat_template = template
     controls = set(policy.control_tokens.values())
-    for system, text in itertools.product(["", "S <end>", "s "], TEXTS):
+    for system, text in product(["", "S <end>", "s "], TEXTS):
         messages = [{"role": "system", "content": system}] if system and template != INST else []
         messages.append({"role": "user", "content": text})
         prompt = m.Prompt(0, (m.Turn(tuple(messages), ""), m.user_turn(text, "")))
@@ -783,7 +789,7 @@ def test_prompts_are_what_the_template_says(tmp_path: Path, template: str) -> No
             assert [i for i in found if i in controls] == wanted
 
 
-@pytest.mark.parametrize("special", [False, True])
+@cases("special", [False, True])
 def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bool) -> None:
     policy = policy_of(model_folder(tmp_path, characters=BYTES))
     tokenizer = policy.tokenizer
@@ -798,7 +804,7 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     whole = tokenizer.apply_chat_template([*turn.messages], return_dict=False)
     assert policy.prompt_ids(m.Prompt(0, (turn,)), 0) == whole
     forged = m.Prompt(0, (m.user_turn("<turn><eot>", ""),))
-    with pytest.raises(m.UsageError, match="reads control tokens"):
+    with refused("reads control tokens"):
         policy.prompt_ids(forged, 0)
     tokenizer.chat_template = cuts
     turn_id, end_id = tokenizer.convert_tokens_to_ids(["<turn>", "<eot>"])
@@ -809,7 +815,7 @@ def test_a_template_reads_tags_but_no_control_tokens(tmp_path: Path, special: bo
     assert {*policy.end_ids} == {tokenizer.eos_token_id}  # not "\n"
 
 
-def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) -> None:
+def test_a_conversation_goes_on_while_its_environment_replies(swap: Any) -> None:
     class Environment(m.RetryTask):
         def reply(self, prompt: Any, responses: list[str]) -> Any:
             reply = super().reply(prompt, responses)
@@ -830,13 +836,13 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
 
     policy = policy_of()
     task = Environment(CFG.seed)
-    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+    swap("user_task", lambda cfg: task)
     run = run_of(replace(CFG, max_turns=3), None)
     run.set_task(task)
-    run.generators = SimpleNamespace(request=sample)
-    run.reward_workers = SimpleNamespace(request=reply)
-    prompts = [task.prompt(number) for number in range(25)]
-    seeds: list[int] = []
+    run.generators = fake(request=sample)
+    run.reward_workers = fake(request=reply)
+    prompts = [*map(task.prompt, range(25))]
+    seeds = []
     sampled = asyncio.run(run.request_rollout(m.new_episodes(prompts, 4), 0))
     # Their text is what the template says, although responses are never tokenized.
     usual = {*policy.tokenizer.convert_tokens_to_ids(list(m.LETTERS)), *policy.end_ids}
@@ -853,20 +859,17 @@ def test_a_conversation_goes_on_while_its_environment_replies(monkeypatch: Any) 
     assert {len(e.responses) for e in sampled} == {2, 3}
     for episode in sampled:
         first, *later = episode.prompt.turns
-        assert [turn.is_reply for turn in later] == [True] * len(later)
+        assert all(turn.is_reply for turn in later)
         assert episode.prompt.is_held_out == task.prompt(episode.prompt.number).is_held_out
         assert {turn.answer for turn in later} <= {first.answer}
         for response, turn in zip(episode.responses[:-1], later, strict=True):
             assert not set(response) & set(turn.messages[0]["content"])
     # The oldest version counts, each request has its own seed, and an error costs its episode.
-    assert {episode.version for episode in sampled} == {1}
-    assert len(set(seeds)) == 3
+    assert {episode.version for episode in sampled} == {1} and len(set(seeds)) == 3
     assert [e.prompt.number for e in sampled] == sorted(e.prompt.number for e in sampled)
     assert 96 <= len(sampled) < 100
     (reason,) = run.errors
-    assert "no hint" in reason
-    recorded, recomputed = m.recompute_logprobs(policy, sampled)
-    assert m.k3(recorded, recomputed).max() < 1e-10
+    assert "no hint" in reason and m.k3(*m.recompute_logprobs(policy, sampled)).max() < 1e-10
 
 
 def test_a_later_turn_repeats_no_end_that_was_sampled() -> None:
@@ -929,30 +932,31 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_for_later_ones() -> N
     policy = policy_of()
     policy.tokenizer.chat_template = "<user>{{ messages[-1].content }}<end><assistant>"
     (prompt,) = letters(1)
-    with pytest.raises(m.UsageError, match="changes earlier turns"):
+    with refused("changes earlier turns"):
         policy.prompt_ids(prompt, 1)
     tool = ({"role": "tool", "content": "Be kind."}, *prompt.turns[0].messages)
-    with pytest.raises(m.UsageError, match=r"drops: .*Be kind"):
+    with refused(r"drops: .*Be kind"):
         policy.prompt_ids(m.Prompt(0, (m.Turn(tool, ""),)), 0)
 
 
 # == services ====
 
 
+@dataclass
 class FakeWorker:
     """An actor in this process: `script` says how a call ends. Its process is a real one."""
 
-    def __init__(self, script: Any, child: Any, name: str) -> None:
-        self.script = script
-        self.child = child
-        self.name = name
-        self.run = SimpleNamespace(call=self.called)
-        self.ping = SimpleNamespace(call=AsyncMock())
+    script: Any
+    child: Any
+    name: str
+
+    def __post_init__(self) -> None:
+        self.run = fake(call=self.called)
+        self.ping = fake(call=AsyncMock())
         self.stop = AsyncMock()
 
     async def called(self, what: Any, *args: Any) -> dict[int, Any]:
-        method = what if isinstance(what, str) else what.__name__
-        result = self.script(self, method, *args)
+        result = self.script(self, what if isinstance(what, str) else what.__name__, *args)
         return {0: await result if inspect.isawaitable(result) else result}
 
     def die(self) -> Any:
@@ -961,7 +965,7 @@ class FakeWorker:
 
 
 @pytest.fixture
-def serve(monkeypatch: Any) -> Any:
+def serve(swap: Any) -> Any:
     """Does some work with a service of such workers; none of their processes may be left."""
 
     async def served(script: Any, work: Any, num_replicas: int = 2, **options: Any) -> Any:
@@ -970,11 +974,11 @@ def serve(monkeypatch: Any) -> Any:
         async def start(pool: Any, num_ranks: int) -> Any:
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             children.append(child)
-            mesh = SimpleNamespace(stop=lambda: asyncio.sleep(0))
+            mesh = fake(stop=lambda: asyncio.sleep(0))
             mesh.spawn = lambda name, _: FakeWorker(script, child, name.rpartition("_")[0])
             return m.Processes(mesh, [child.pid])
 
-        monkeypatch.setattr(m.Pool, "start", start)
+        swap("Pool.start", start)
         pool = m.WarmPool()
         service = m.Service(m.Worker, num_replicas, pool, **options)
         try:
@@ -1017,8 +1021,7 @@ def test_every_request_has_its_answer_whatever_befalls_the_replicas(serve: Any) 
         return found
 
     found = serve(script, work, num_replicas=3, unresponsive_s=0.2)
-    assert found == [2 * i for i in range(300)]
-    assert min(befell.values()) > 0
+    assert found == [2 * i for i in range(300)] and min(befell.values()) > 0
 
 
 def test_an_exception_or_three_losses_are_the_callers(serve: Any) -> None:
@@ -1030,12 +1033,12 @@ def test_an_exception_or_three_losses_are_the_callers(serve: Any) -> None:
         return worker.die() if is_deadly else 7
 
     async def work(service: Any) -> None:
-        with pytest.raises(ActorError, match="a bad request"):
+        with raises(ActorError, match="a bad request"):
             await service.request("bad")
         assert num_asked["bad"] == 1  # no other replica is asked
         assert len(service.replicas) == 2
         assert await service.request("deadly") == 7  # of another one
-        with pytest.raises(m.ReplicaLost, match=r"worker_\d has died"):
+        with raises(m.ReplicaLost, match=r"worker_\d has died"):
             await service.request("fatal")
         assert num_asked["fatal"] == 3
         while service.num_lost < 4:
@@ -1055,7 +1058,7 @@ def test_a_request_goes_to_the_replica_with_the_fewest_in_flight(serve: Any) -> 
             goes_on.set()
         return goes_on.wait()
 
-    served_by: list[str] = []
+    served_by = []
     goes_on = asyncio.Event()
     work = lambda service: asyncio.gather(*[service.request("work") for _ in range(9)])  # noqa: E731
     serve(script, work, num_replicas=3)
@@ -1074,14 +1077,14 @@ def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any
         replicas.update(service.replicas)
         return await service.request("work")
 
-    served_by: list[str] = []
-    replicas: dict[int, Any] = {}
+    served_by = []
+    replicas = {}
     assert serve(script, work) == served_by[1] != served_by[0]
 
 
-@pytest.mark.parametrize("raises", [True, False])
+@cases("raises", [True, False])
 def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(
-    serve: Any, raises: bool, monkeypatch: Any
+    serve: Any, raises: bool, swap: Any
 ) -> None:
     def script(worker: Any, method: str, number: int = 0) -> Any:
         num_setups[number] += method == "setup"
@@ -1090,16 +1093,16 @@ def test_a_setup_that_raises_or_is_lost_thrice_ends_the_service(
         return worker.die() if number == 1 else None
 
     num_setups = [0, 0]
-    limits: list[float] = []
-    monkeypatch.setattr(m, "until_unresponsive", lambda _, s: asyncio.sleep(99, limits.append(s)))
+    limits = []
+    swap("until_unresponsive", lambda _, s: asyncio.sleep(99, limits.append(s)))
     with pytest.raises((m.ReplicaLost, ActorError), match=r"no such|_1 has died"):
         serve(script, None, unresponsive_s=5.0)
     assert max(num_setups) == (1 if raises else 3)
     assert limits.count(30.0) == sum(num_setups)
     lost = m.ReplicaLost("thrice in a row")
     live = AsyncMock(side_effect=[lost, lost, None, lost, lost, lost])
-    monkeypatch.setattr(m.Service, "_live", live)
-    with pytest.raises(m.ReplicaLost, match="thrice"):
+    swap("Service._live", live)
+    with raises(m.ReplicaLost, match="thrice"):
         serve(script, None, num_replicas=1)
     assert live.call_count == 6
 
@@ -1109,7 +1112,7 @@ def test_a_trainer_is_not_replaced(serve: Any) -> None:
         replica = service.replicas[0]
         replica.worker.child.kill()
         await asyncio.wait([replica.lost])
-        with pytest.raises(m.ReplicaLost, match="worker_0 has died"):
+        with raises(m.ReplicaLost, match="worker_0 has died"):
             await service.request("work")
 
     serve(lambda *_: 7, work, num_replicas=1, replaces=False)
@@ -1117,14 +1120,14 @@ def test_a_trainer_is_not_replaced(serve: Any) -> None:
     assert [service.replaces for service in run.services] == [False, True, True]
     for service in run.services:  # all have begun, and the trainer is lost
         service.num_replicas = 0
-    with pytest.raises(m.ReplicaLost):
+    with raises(m.ReplicaLost):
         run.draw(1)  # without a trainer
     run.trainer.error = m.ReplicaLost("trainer_0 has died")
-    with pytest.raises(m.ReplicaLost, match="trainer_0 has died"):
+    with raises(m.ReplicaLost, match="trainer_0 has died"):
         asyncio.run(run.begin())
 
 
-def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch: Any) -> None:
+def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, swap: Any) -> None:
     def script(worker: Any, method: str, *args: Any) -> Any:
         if method == "release" and worker.name == "worker_0":
             raise ActorError(ValueError("cannot release"))
@@ -1133,11 +1136,10 @@ def test_a_process_is_reused_if_it_is_idle_and_released(serve: Any, monkeypatch:
     async def work(service: Any) -> None:
         replicas = dict(service.replicas)
         replicas[3].in_flight["a request"] = 0.0
-        monkeypatch.setattr(m, "wait_for", lambda work, seconds: wait_for(work, seconds / 10))
+        swap("wait_for", lambda work, seconds: wait_for(work, seconds / 10))
         await service.close()
         pool, reused = service.pool, replicas[1].processes
-        assert pool.idle == [reused]
-        assert replicas[1].worker.stop.called
+        assert pool.idle == [reused] and replicas[1].worker.stop.called
         for number in (0, 2, 3):
             assert replicas[number].worker.child.wait(10) == -signal.SIGKILL
         pool.idle += [await pool.start(2), await pool.start(1), await pool.start(1)]
@@ -1153,7 +1155,7 @@ def test_a_main_process_that_stood_still_takes_no_worker_for_hung() -> None:
         await asyncio.sleep(0.01)  # and is read after it
 
     async def detected() -> set[Any]:
-        worker = SimpleNamespace(ping=SimpleNamespace(call=answer))
+        worker = fake(ping=fake(call=answer))
         detector = asyncio.ensure_future(m.until_unresponsive(worker, 0.4))
         await asyncio.sleep(0.001)
         time.sleep(0.5)
@@ -1218,7 +1220,7 @@ class FakeServices:
 
 
 def run_of(cfg: Any, services: Any, progress: Any = None) -> Any:
-    report = SimpleNamespace(pool=m.Pool(), folder=Path("."))
+    report = fake(pool=m.Pool(), folder=Path())
     run = m.UserRun(cfg, report, None, progress or m.SavedProgress())
     run.trainer = run.generators = run.reward_workers = services
     run.handle = None
@@ -1226,8 +1228,8 @@ def run_of(cfg: Any, services: Any, progress: Any = None) -> Any:
     return run
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("loses", [False, True])
+@cases("staleness", [0, 1, 2, 4])
+@cases("loses", [False, True])
 def test_staleness_is_bounded_and_groups_add_up(staleness: int, loses: bool) -> None:
     largest: list[int] = []
     for seed in range(3):
@@ -1260,9 +1262,9 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
         async def ask(self, method: str, groups: list[Any]) -> list[Any]:
             return [["no reward", [1.0]] for _ in groups]
 
-    seeds: list[int] = []
+    seeds = []
     for num_samples, most in {1: 64, 8: 64, 16: 32, 1000: 1}.items():
-        sizes: list[int] = []
+        sizes = []
         run = run_of(CFG, Services())
         groups = asyncio.run(run.sample_and_score(letters(128), num_samples, num_samples))
         assert (max(sizes), sum(sizes)) == (most, 128)
@@ -1275,26 +1277,25 @@ def test_a_request_has_at_most_64_prompts_and_512_rows_and_its_own_seed() -> Non
 def test_a_buffer_is_a_queue_with_requests_that_the_generators_share() -> None:
     for staleness, generators, size in ((1, 2, 8), (4, 1, 16), (1, 64, 1)):
         cfg = replace(CFG, prompts_per_step=1, generators=generators)  # for 16 ranks
-        run: Any = SimpleNamespace(cfg=cfg, version=0, min_groups=16)
+        run = fake(cfg=cfg, version=0, min_groups=16)
         buffer = m.ReplayBuffer(run, staleness, 2)
         assert buffer.request_size == size
     buffer.ready = [[m.Episode(m.Prompt(number, ()))] for number in range(20)]
     assert [group[0].prompt.number for group in asyncio.run(buffer.take())] == [*range(16)]
 
 
-def test_no_held_out_prompt_is_ever_trained_on(monkeypatch: Any) -> None:
+def test_no_held_out_prompt_is_ever_trained_on(swap: Any) -> None:
     run = run_of(SMALL_RUN, FakeServices())
     asyncio.run(m.train_async(run, 2, 60))
     asyncio.run(m.train_sync(run, 20))
     supervised = Mock(wraps=m.episode_with)
-    monkeypatch.setattr(m, "episode_with", supervised)
+    swap("episode_with", supervised)
     m.sft(learner(prompts_per_step=4), m.training_prompts(run.task), 10)
     seen = [call.args[1] for call in supervised.call_args_list]
     assert len(seen) == 160
     trained_on = {str(prompt.turns) for prompt in seen + run.trainer.prompts}
     held_out = {str(prompt.turns) for prompt in run.held_out}
-    assert len(trained_on) > 300
-    assert len(held_out) == CFG.eval_prompts
+    assert len(trained_on) > 300 and len(held_out) == CFG.eval_prompts
     assert not trained_on & held_out
 
 
@@ -1312,7 +1313,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
         await asyncio.sleep(0.05)
         assert not step.done()
         run.trainer.trainer.release()
-        with pytest.raises(asyncio.CancelledError):
+        with raises(asyncio.CancelledError):
             await step
         return run
 
@@ -1325,7 +1326,7 @@ def test_a_step_that_a_signal_interrupts_is_finished_and_logged(tmp_path: Path) 
 
 def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> None:
     policy = policy_of()
-    policy.tokenizer.chat_template += "{{ raise_exception('no b') if 'b' in messages[0].content }}"
+    policy.tokenizer.chat_template += NO_B
 
     class Refusing(FakeServices):
         async def request(self, method: Any, *args: Any) -> Any:
@@ -1346,20 +1347,15 @@ def test_a_prompt_that_the_template_refuses_costs_only_itself(capsys: Any) -> No
     assert re.search("not scored: .*'content': 'b'.*no b", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)]
-)
-@pytest.mark.parametrize(
+@cases("loop", [lambda run: m.train_async(run, 2, 5), lambda run: m.train_sync(run, 5)])
+@cases(
     ("error", "told"),
-    [
-        (m.ReplicaLost("it has died"), "no reward: .*it has died"),
-        (KeyError("unforeseen"), "unforeseen"),
-    ],
+    [(m.ReplicaLost("it has died"), "no reward: .*it has died"), (KeyError("odd"), "odd")],
 )
 def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Any, told: str) -> None:
     services = FakeServices()
     services.request = AsyncMock(side_effect=error)
-    with pytest.raises((m.RunError, KeyError), match=told):
+    with raises((m.RunError, KeyError), match=told):
         asyncio.run(asyncio.wait_for(loop(run_of(CFG, services)), 60))
 
 
@@ -1370,7 +1366,7 @@ def test_20_requests_that_earn_nothing_end_a_run_or_the_first_8() -> None:
         run = run_of(replace(CFG, train=trains), FakeServices(), progress)
         run.generators = SimpleNamespace(request=AsyncMock(return_value=[]))
         assert [ask() for _ in range(num_wanted - 1)] == [[]] * (num_wanted - 1)
-        with pytest.raises(m.RunError, match="no prompt fits"):
+        with raises(m.RunError, match="no prompt fits"):
             ask()
     run = run_of(CFG, FakeServices())
     assert ask() and run.num_fruitless == 0
@@ -1402,18 +1398,17 @@ def test_a_batch_that_is_cut_is_drawn_again_whole() -> None:
 
     parts: list[Any] = []
     run = run_of(replace(SMALL_RUN, generators=2), Services())
-    with pytest.raises(asyncio.TimeoutError):
+    with raises(asyncio.TimeoutError):
         asyncio.run(asyncio.wait_for(m.train_sync(run, 1), 0.08))
     assert m.progress_state(run.progress)["requeued"] == sorted(parts[0] | parts[1])
 
 
-@pytest.mark.parametrize(("given", "num_kept"), [("keep", 4), ("drop", 1)])
+@cases(("given", "num_kept"), [("keep", 4), ("drop", 1)])
 def test_groups_of_equal_rewards_are_dropped_unless_all_are(given: Any, num_kept: int) -> None:
     run = run_of(replace(SMALL_RUN, equal_rewards=given), FakeServices())
     for last, wanted in ((1.0, num_kept), (0.5, 4)):
         answers = [[[0.5], [0.5]]] * 3 + [[[0.5], [last]]]
         run.reward_workers = SimpleNamespace(request=AsyncMock(return_value=answers))
-        run.cfg = replace(run.cfg, reward_workers=1)
         assert len(asyncio.run(run.sample(run.draw(4)))) == wanted
         assert run.progress.counts()["dropped"] == 4 - num_kept
 
@@ -1426,7 +1421,7 @@ def test_a_truncated_turn_has_no_gradient_if_masked() -> None:
         assert found == [wanted]
 
 
-@pytest.mark.parametrize("num_left", [1, 31])
+@cases("num_left", [1, 31])
 def test_the_time_left_is_that_of_the_median_step(num_left: int) -> None:
     run = run_of(SMALL_RUN, FakeServices())
     asyncio.run(m.train_sync(run, 4))
@@ -1436,14 +1431,13 @@ def test_the_time_left_is_that_of_the_median_step(num_left: int) -> None:
     assert ("3 min left" in line, "min left" in line) == (num_left == 31,) * 2
 
 
-@pytest.mark.parametrize("done", [[], [0], [0, 2]])
-def test_an_evaluation_that_a_signal_has_cut_comes_first(done: list[int], monkeypatch: Any) -> None:
+@cases("done", [[], [0], [0, 2]])
+def test_an_evaluation_that_a_signal_has_cut_comes_first(done: list[int], swap: Any) -> None:
     async def evaluate(*_: Any) -> None:
         progress.heldout.append((run.version, 0.0))
 
-    train = AsyncMock(side_effect=lambda *_: before.update(dict(progress.heldout)))
-    monkeypatch.setattr(m, "evaluate_pass_at_k", evaluate)
-    monkeypatch.setattr(m, "train_saved", train)
+    swap("evaluate_pass_at_k", evaluate)
+    swap("train_saved", AsyncMock(side_effect=lambda *_: before.update(dict(progress.heldout))))
     before: dict[int, float] = {}
     progress = m.SavedProgress(rows=[{}, {}] if done else [], heldout=[(v, 0.0) for v in done])
     run = run_of(replace(CFG, eval_every=2), FakeServices(), progress)
@@ -1451,12 +1445,12 @@ def test_an_evaluation_that_a_signal_has_cut_comes_first(done: list[int], monkey
     assert list(before) == ([0, 2] if done else [0])
 
 
-def test_a_task_with_held_out_prompts_only_is_refused(monkeypatch: Any) -> None:
-    letters = map(m.LetterTask(CFG.seed).prompt, itertools.count())
+def test_a_task_with_held_out_prompts_only_is_refused(swap: Any) -> None:
+    letters = map(TASK.prompt, itertools.count())
     held_out = next(prompt for prompt in letters if prompt.is_held_out)
-    same: Any = SimpleNamespace(prompt=lambda number: replace(held_out, number=number))
-    monkeypatch.setattr(m, "user_task", lambda cfg: same)
-    with pytest.raises(m.UsageError, match="held out"):
+    same = fake(prompt=lambda number: replace(held_out, number=number))
+    swap("user_task", lambda cfg: same)
+    with refused("held out"):
         run_of(replace(CFG, train=True), None)
     assert run_of(CFG, None).held_out  # to evaluate
 
@@ -1468,15 +1462,14 @@ def groups_with(*rewards: list[float]) -> list[Any]:
 
 def test_pass_at_k_is_the_share_of_groups_with_a_right_response(capsys: Any) -> None:
     groups = groups_with([1, 0.99, 0, 0, 1], [0, 0, 0.99, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1])
-    run: Any = SimpleNamespace(held_out=[0] * 4, num_too_long=0, mean_reward=0.6)
+    run = fake(held_out=[0] * 4, num_too_long=0, mean_reward=0.6)
     run.sample_and_score = AsyncMock(return_value=groups)
     run.evaluate = lambda: asyncio.sleep(0, 0.5)
     found = asyncio.run(m.evaluate_pass_at_k(run, 5))
     run.sample_and_score.assert_called_once_with(run.held_out, 5, seed=0)
     assert found["greedy"] == 0.5
-    assert found["pass@1"] == pytest.approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
-    assert found["pass@5"] == pytest.approx(2 / 3)
-    assert "right" not in capsys.readouterr().out
+    assert found["pass@1"] == approx((2 / 5 + 0 + 1) / 3)  # of groups with all samples
+    assert found["pass@5"] == approx(2 / 3) and "right" not in capsys.readouterr().out
     run.evaluate = AsyncMock(return_value=0.0)
     asyncio.run(m.evaluate_pass_at_k(run))
     assert "greedy 0.000  reward 0.600  (right: a reward of 1)" in capsys.readouterr().out
@@ -1487,7 +1480,7 @@ def test_an_evaluation_counts_full_rewards_of_all_held_out_prompts() -> None:
         assert (len(prompts), num_samples, seed) == (4, 1, None)
         return groups
 
-    run: Any = SimpleNamespace(held_out=[0] * 4, version=3, progress=m.Progress())
+    run = fake(held_out=[0] * 4, version=3, progress=m.Progress())
     run.sample_and_score = sample_and_score
     groups = groups_with([1.0], [0.99], [0.5])  # the fourth could not be scored
     groups[2][0].rewards = [0.5, 0.5]
@@ -1544,11 +1537,10 @@ def test_words_are_graded() -> None:
     task = m.WordTask(0)
     responses = [" apple\n", "Apple.", "apple, it is", "an apple", ""]
     grades = [task.grade("apple", response) for response in responses]
-    assert grades == pytest.approx([1, 1 / 2, 1 / 6, 0, 0])
-    assert m.LetterTask(0).grade("abc", "abcd") == 3 / 4
+    assert grades == approx([1, 1 / 2, 1 / 6, 0, 0]) and TASK.grade("abc", "abcd") == 3 / 4
     for prompt in letters(20):
         right = [turn.answer for turn in prompt.turns]
-        assert m.LetterTask(CFG.seed).score(prompt, right) == [0.5, 0.5]
+        assert TASK.score(prompt, right) == [0.5, 0.5]
 
 
 WRONG_LINES = dict.fromkeys(["{", "[1]", '{"answer": 1}', '{"prompt": 3}', "[" * 9999], "")
@@ -1565,13 +1557,13 @@ WRONG_LINES |= {
 }
 
 
-@pytest.mark.parametrize("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
+@cases("line", WRONG_LINES, ids=range(len(WRONG_LINES)))
 def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n\n')
     assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("a", "b"),))
     file.write_text(file.read_text() + line + "\n")
-    with pytest.raises(m.UsageError, match="line 3: .*" + WRONG_LINES[line]):
+    with refused("line 3: .*" + WRONG_LINES[line]):
         m.FileTask(str(file), 0)
 
 
@@ -1595,8 +1587,7 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
     assert [task.prompt(number).number for number in (3, 33)] == [3, 33]
     trained_on = {str(p.turns) for p in itertools.islice(m.training_prompts(task), 100)}
     held_out = {str(p.turns) for p in m.held_out_prompts(task, 10)}
-    assert held_out
-    assert not trained_on & held_out
+    assert held_out and not trained_on & held_out
     for says in (True, False, None):
         prompts = [m.prompt_of(0, {"prompt": str(i), "held_out": says}, "") for i in range(99)]
         assert len({prompt.is_held_out for prompt in prompts}) == (2 if says is None else 1)
@@ -1610,29 +1601,27 @@ def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: P
     code.write_text(text + "trl = lambda prompts, completions, **columns: []")
     assert m.load_python(f"{code}:f")() == 7
     specs = {
-        f"{code}:g": "no attribute",
-        f"{code}:none": "none: .*not callable",
+        "user_code.py:g": "no attribute",
+        "user_code.py:none": "none: .*not callable",
         "x:f": "FILE.py:NAME",
-        f"{tmp_path}/none.py:f": "No module named 'none'",
-        f"{tmp_path}/none.jsonl": "FileNotFound",
-        f"{tmp_path}/data.csv": "csv: .*to_json",
-        f"{tmp_path}/user_wrong.py:f": r"user_wrong\.py, line 2: ZeroDivision",
-        f"{tmp_path}/other/user_neighbour.py:f": "rename it",
-        f"{tmp_path}/other/statistics.py:f": "rename it",
-        f"{tmp_path}/other/time.py:f": "rename it",
+        "none.py:f": "No module named 'none'",
+        "none.jsonl": "FileNotFound",
+        "data.csv": "csv: .*to_json",
+        "user_wrong.py:f": r"user_wrong\.py, line 2: ZeroDivision",
+        "asked.jsonl": "no answer",
     }
-    asked = f"{tmp_path}/asked.jsonl"
-    Path(asked).write_text('{"prompt": "a"}')
-    m.make_task(asked, "model", 0)
-    specs[asked] = "no answer"
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "a"}')
+    m.make_task(str(asked), "model", 0)
     (tmp_path / "user_wrong.py").write_text("x = 1\ny = x / 0\n")
     (tmp_path / "other").mkdir()
     for name in ("user_neighbour", "statistics", "time"):
         (tmp_path / f"other/{name}.py").write_text("def f():\n    1 / 0\n")
+        specs[f"other/{name}.py:f"] = "rename it"
     for spec, told in specs.items():
-        with pytest.raises(m.UsageError, match=told):
-            m.make_task(spec, "", 0)
-    with pytest.raises(m.UsageError, match=r"not \(prompt, response, answer\)"):
+        with refused(told):
+            m.make_task(f"{tmp_path}/{spec}", "", 0)
+    with refused(r"not \(prompt, response, answer\)"):
         m.make_task(str(data_file(tmp_path)), f"{code}:trl", 0)
 
 
@@ -1646,11 +1635,11 @@ def test_results_of_score() -> None:
     for result, rewards in RESULTS:
         assert m.rewards_from(result, 2) == rewards
     for result in NO_REWARDS:
-        with pytest.raises((ValueError, TypeError, LookupError)):
+        with raises((ValueError, TypeError, LookupError)):
             m.rewards_from(result, 2)
 
 
-def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
+def test_each_episode_of_a_group_is_scored_by_itself(swap: Any) -> None:
     async def fails(error: BaseException) -> None:
         raise error
 
@@ -1667,16 +1656,15 @@ def test_each_episode_of_a_group_is_scored_by_itself(monkeypatch: Any) -> None:
         del prompt.turns[0].messages[0]["role"]  # of a copy
         return results[responses[0]]()
 
-    monkeypatch.setattr(m, "user_task", lambda cfg: SimpleNamespace(score=score))
+    swap("user_task", lambda cfg: fake(score=score))
     group = [(PROMPT, [response]) for response in results]
     (rewards,) = m.call_task(CFG, "score", [group])
     scored = dict(zip(results, rewards, strict=True))
     found = {response: text for response, text in scored.items() if not isinstance(text, str)}
-    assert found == {"a": [0.5], "f": [0.25]}
-    assert "ZeroDivisionError" in scored["b"]
+    assert found == {"a": [0.5], "f": [0.25]} and "ZeroDivisionError" in scored["b"]
 
 
-def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
+def test_coroutines_of_all_groups_run_together(swap: Any) -> None:
     async def meet(response: str) -> float:
         if response == "late":
             await asyncio.sleep(1000)
@@ -1684,23 +1672,19 @@ def test_coroutines_of_all_groups_run_together(monkeypatch: Any) -> None:
         return 0.5
 
     barrier = asyncio.Barrier(3)
-    task = SimpleNamespace(score=lambda prompt, responses: [meet(responses[0])])
-    monkeypatch.setattr(m, "user_task", lambda cfg: task)
+    swap("user_task", lambda cfg: fake(score=lambda prompt, responses: [meet(responses[0])]))
     groups = [[(PROMPT, [response])] for response in ("a", "late", "b", "c")]
     found = m.call_task(replace(CFG, reward_deadline=2.0), "score", groups)
-    assert [found[0], *found[2:]] == [[[0.5]]] * 3
-    assert found[1] == ["TimeoutError"]
+    assert [found[0], *found[2:]] == [[[0.5]]] * 3 and found[1] == ["TimeoutError"]
 
 
 def test_a_reward_function_is_called_turn_by_turn() -> None:
     reward = Mock(return_value=0.5)
-    system = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
-    prompt = m.Prompt(0, (m.user_turn("p", 1), m.Turn(system, 2)))
-    task = m.UserTask(SimpleNamespace(prompt=lambda number: prompt), reward)
+    prompt = m.Prompt(0, (m.user_turn("p", 1), m.Turn(CHAT, 2)))
+    task = m.UserTask(fake(prompt=lambda number: prompt), reward)
     assert task.score(task.prompt(3), ["a", "b"]) == [0.5, 0.5]
     calls = [call.args for call in reward.call_args_list]
-    assert calls == [("p", "a", 1), (list(system), "b", 2)]
-    assert task.score(PROMPT, ["a"]) == [0.5]
+    assert calls == [("p", "a", 1), (list(CHAT), "b", 2)] and task.score(PROMPT, ["a"]) == [0.5]
     assert task.prompt(3) == replace(prompt, number=3)
 
 
@@ -1720,7 +1704,7 @@ def tells_right_from_wrong(cfg: m.Config, answer: Any) -> bool:
 def talk(cfg: m.Config, *responses: str) -> list[Any]:
     """What an environment says after each response, as role and text, and then the rewards."""
     episode = m.Episode(m.user_task(cfg).prompt(7))
-    turns: list[Any] = []
+    turns = []
     for response in responses:
         episode.responses.append(response.format(episode.prompt.turns[0].answer))
         ((reply,),) = m.call_task(cfg, "reply", [[(episode.prompt, episode.responses)]])
@@ -1746,8 +1730,7 @@ def test_the_recipes_for_a_user_and_for_a_tool(tmp_path: Path) -> None:
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "reasoning_gym", "rg.py:Sums")
-    right = lambda prompt: f"It is {prompt.turns[0].answer['answer']}."  # noqa: E731
-    assert tells_right_from_wrong(cfg, right)
+    assert tells_right_from_wrong(cfg, lambda p: f"It is {p.turns[0].answer['answer']}.")
 
 
 TASKSET = """
@@ -1769,8 +1752,7 @@ class Reverse(vf.Taskset[Task, vf.TasksetConfig]):
 def test_the_recipe_for_verifiers(tmp_path: Path) -> None:
     cfg = recipe(tmp_path, "verifiers.v1", "tasks.py:Tasks")
     (tmp_path / "reverse_text.py").write_text(TASKSET)
-    right = lambda prompt: prompt.turns[0].messages[0]["content"].split()[1][::-1]  # noqa: E731
-    assert tells_right_from_wrong(cfg, right)
+    assert tells_right_from_wrong(cfg, lambda p: p.turns[0].messages[0]["content"].split()[1][::-1])
 
 
 ENVIRONMENT = """
@@ -1857,7 +1839,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))  # as main does for workers
     submit = m.ProcessPoolExecutor.submit
-    sent: list[Any] = []
+    sent = []
 
     def send(executor: Any, function: Any, *args: Any) -> Any:
         sent.append(function)
@@ -1875,8 +1857,7 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     # alone, `dies` and `hangs`.
     assert Counter(sent) == {m.call_task: len(names) + 1, os.getpid: 5}
     for name, (rewards,) in zip(names, found, strict=True):
-        assert isinstance(rewards, str) is (name not in wanted), rewards
-        assert isinstance(rewards, str) or rewards == [wanted[name]]
+        assert rewards == [wanted[name]] if name in wanted else isinstance(rewards, str), rewards
     for name in ("raises", "library"):
         assert "user_rewards.py, line" in found[names.index(name)][0]
     assert all(len(text) < 500 and "\n" not in text for (text,) in found if isinstance(text, str))
@@ -1886,13 +1867,12 @@ def test_reward_functions_as_people_write_them(tmp_path: Path, monkeypatch: Any)
     until(lambda: not processes(mark), 10)
 
 
-def test_a_reward_process_that_does_not_start_is_given_up(monkeypatch: Any) -> None:
+def test_a_reward_process_that_does_not_start_is_given_up(swap: Any) -> None:
     pools = Mock()
     pools().submit().result.side_effect = TimeoutError
-    monkeypatch.setattr(m, "ProcessPoolExecutor", pools)
+    swap("ProcessPoolExecutor", pools)
     one, other = m.UserProcess(CFG)("score", [[(PROMPT, ["a"])]] * 2)
-    assert one == other
-    assert "no score, limit 60 s" in one[0]
+    assert one == other and "no score, limit 60 s" in one[0]
 
 
 PARENT = """
@@ -1913,8 +1893,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     command = f"exec {sys.executable} parent.py {cfg.task} {cfg.reward}"
     worker = Command(tmp_path, "", command, PYTHONPATH=str(FOLDER))
     worker.until("[[[0.125]]]")
-    children = lambda: processes(worker.mark).values()  # noqa: E731
-    until(lambda: any("sleep 1000" in line for line in children()))  # after its exec
+    until(lambda: "sleep 1000" in str(processes(worker.mark)))  # after its exec
     time.sleep(1)  # the next one is stuck
     worker.process.kill()
     worker.end(-signal.SIGKILL)
@@ -1930,12 +1909,11 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize("words", WRONG.split("|"))
+@cases("words", WRONG.split("|"))
 def test_wrong_usage_is_one_line_and_status_2(words: str, capsys: Any) -> None:
     assert m.main(words.split()) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(r"monarch_rl\.py: .+\n", err)
+    assert out == "" and re.fullmatch(r"monarch_rl\.py: .+\n", err)
 
 
 def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -> None:
@@ -1945,16 +1923,14 @@ def test_an_unknown_flag_is_answered_with_the_help_or_the_new_one(capsys: Any) -
         ("--grop-size", "--group-size"),
         ("--foo[", "--help"),
     ):
-        assert m.main([word, "2"]) == 2
-        assert wanted in capsys.readouterr().err
+        assert m.main([word, "2"]) == 2 and wanted in capsys.readouterr().err
 
 
 def test_a_running_loop_is_told_to_be_a_notebook(capsys: Any) -> None:
     async def cell() -> int:
         return m.main(["--train"])
 
-    assert asyncio.run(cell()) == 2
-    assert "notebook" in capsys.readouterr().err
+    assert asyncio.run(cell()) == 2 and "notebook" in capsys.readouterr().err
 
 
 def test_mistakes_are_told_by_the_flags_that_they_concern() -> None:
@@ -1998,9 +1974,9 @@ def test_an_error_in_a_prompt_is_told(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text("class T:\n def prompt(self, number):\n  1 / number")
     task = m.user_task(replace(CFG, model="x", task=f"{tmp_path / 'late.py'}:T"))
     for number, told in ((0, r"prompt\(0\): .*late.py, line 3: Zero"), (1, r"prompt\(1\): not")):
-        with pytest.raises(m.UsageError, match=told):
+        with refused(told):
             task.prompt(number)
-    with pytest.raises(m.UsageError, match=r"prompt\(0\): .*no attribute 'prompt'"):
+    with refused(r"prompt\(0\): .*no attribute 'prompt'"):
         m.UserTask(object(), None).prompt(0)
 
 
@@ -2011,7 +1987,7 @@ def test_flags_are_read_from_a_file(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "own").write_text("--train\n--steps=7\n--lr=2\n")
     cfg = m.read_flags([f"@{tmp_path}/own", "--lr", "3"])
     assert (cfg.train, cfg.steps, cfg.lr) == (True, 7, 3)
-    with pytest.raises(SystemExit, match="2"):
+    with raises(SystemExit, match="2"):
         m.read_flags([f"@{tmp_path}/none"])
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -2019,7 +1995,7 @@ def test_flags_are_read_from_a_file(tmp_path: Path, capsys: Any) -> None:
 def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "flags.json"
     words = ["--train", "--checkpoint", str(tmp_path), "--kl", "0.5"]
-    with pytest.raises(m.UsageError, match="nothing saved there"):
+    with refused("nothing saved there"):
         m.read_flags(words)
     file.write_text('\ufeff{"save_every": 7, "steps": 7, "kl": 0.1, "of_old": 1}')
     assert (m.read_flags(words).steps, m.read_flags(words).kl) == (7, 0.5)
@@ -2027,18 +2003,17 @@ def test_saved_flags_are_checked_like_given_ones(tmp_path: Path, capsys: Any) ->
     assert [m.read_flags(["--train", *own]).lr for own in ([], ["--model=x"])] == [1e-3, 1e-6]
     (tmp_path / "model").mkdir()
     for flag, value in (("task", "x.jsonl"), ("sft-steps", "9")):
-        with pytest.raises(m.UsageError, match=": the run in"):
+        with refused(": the run in"):
             m.read_flags([*words, f"--{flag}", value])
     for text in SAVED:
         file.write_text(text)
-        with pytest.raises(m.UsageError, match=str(file)):
+        with refused(str(file)):
             m.read_flags(words)
 
 
 def test_command_a_mistake_is_one_line_and_status_2(tmp_path: Path) -> None:
     model_folder(tmp_path, characters="0123456789+")  # its context has 128 tokens
-    words = "--train --model qwen2 --max-new-tokens 9999 --generators 1"
-    output = Command(tmp_path, words).end(2)
+    output = Command(tmp_path, "--train --model qwen2 --max-new-tokens 9999 --generators 1").end(2)
     assert len(re.findall("^monarch_rl.py: |Traceback", output, re.MULTILINE)) == 1
 
 
@@ -2061,8 +2036,8 @@ def test_command_a_machine_may_lack_what_is_usual(tmp_path: Path) -> None:
 
 def test_command_the_tour_confirms_all_stages(tmp_path: Path) -> None:
     Command(tmp_path, "--json out.json").end()
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
-    stages = json.loads((tmp_path / "out.json").read_text())["stages"]
+    assert os.listdir(tmp_path) == ["out.json"]
+    stages = read(tmp_path)["stages"]
     assert [stage["name"] for stage in stages] == list(m.STAGES)
     assert any(stage["rows"] for stage in stages)
     for stage in stages:
@@ -2093,7 +2068,7 @@ def each_fails(folder: Path, *stages: str) -> None:
     (folder / "without.py").write_text(WITHOUT)
     script = f"{sys.executable} without.py {' '.join(stages)}"
     output = Command(folder, "", script, PYTHONPATH=f"{FOLDER}:{folder}").end(1)
-    for told in json.loads((folder / "out.json").read_text())["stages"]:
+    for told in read(folder)["stages"]:
         failed = [check["what"] for check in told["checks"] if not check["ok"]]
         if NAMED[told["name"]] not in failed and len(stages) > 1:  # by chance
             each_fails(folder, told["name"])
@@ -2133,7 +2108,7 @@ def test_command_the_whole_way_of_a_user(tmp_path: Path) -> None:
     assert held_out[0] == held_out[2] == held_out[6] / 4 > 0  # at 6 twice, and pass@2
     rewards = [sum(row["rewards"]) for row in samples if row["held_out"] and not row["version"]]
     assert f"reward {sum(rewards) / len(rewards):.3f}" in output.split("step ")[0]
-    figures = json.loads((tmp_path / "out.json").read_text())["train"]
+    figures = read(tmp_path)["train"]
     assert (figures["steps"], figures["workers_replaced"]) == (6, 0)
     assert {version for version, _ in figures["heldout"]} == {0, 2, 4, 6}
     rows = logged(tmp_path)
@@ -2158,9 +2133,8 @@ def test_command_two_ranks_train_what_one_does(tmp_path: Path) -> None:
     assert list(one) == list(two) == list(start)
     moved = max(float((one[name] - start[name]).abs().max()) for name in one)
     differ = max(float((one[name] - two[name]).abs().max()) for name in one)
-    assert moved > 3e-3
-    assert differ < 1e-4
-    assert norms_of_two == pytest.approx(norms, rel=1e-3)
+    assert moved > 3e-3 and differ < 1e-4
+    assert norms_of_two == approx(norms, rel=1e-3)
 
 
 def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
@@ -2174,33 +2148,32 @@ def test_command_sigterm_ends_a_run_in_order(tmp_path: Path) -> None:
                 os.kill(number, signal.SIGTERM)
             time.sleep(0.05)
         output = command.end(128 + signal.SIGTERM)
-        assert "Traceback" not in output
-        assert "ending; a step" in output
+        assert "Traceback" not in output and "ending; a step" in output
         assert ("saved after step" in output) == (beginning == "step")
         assert not list(tmp_path.glob("monarch_rl_*"))
 
 
 def test_a_signal_at_the_end_counts_though_the_terminal_is_closed(
-    tmp_path: Path, monkeypatch: Any
+    tmp_path: Path, swap: Any
 ) -> None:
     async def strike(pool: Any) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(0.1)
 
-    monkeypatch.setattr(m, "ENDING", [signal.SIGHUP])
-    monkeypatch.setattr(m, "run_stages", AsyncMock(return_value={}))
-    monkeypatch.setattr(m, "print", MagicMock(side_effect=OSError), raising=False)
-    monkeypatch.setattr(m.WarmPool, "close", strike)
+    swap("ENDING", [signal.SIGHUP])
+    swap("run_stages", AsyncMock(return_value={}))
+    swap("print", MagicMock(side_effect=OSError), raising=False)
+    swap("WarmPool.close", strike)
     assert asyncio.run(m.run_command(replace(CFG, json=str(tmp_path / "json")))) == 129
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    assert json.loads((tmp_path / "json").read_text()) == {"stages": [], "train": {}}
+    assert read(tmp_path, "json") == {"stages": [], "train": {}}
 
 
 # == recovery ====
 
 
 def trainer_of(learned: Any, version: int = 0) -> Any:
-    return SimpleNamespace(learner=learned, version=version, writer=Mock())
+    return fake(learner=learned, version=version, writer=Mock())
 
 
 def saved_run(**progress: Any) -> Any:
@@ -2210,12 +2183,12 @@ def saved_run(**progress: Any) -> Any:
         what(trainer, *args)
 
     trainer = trainer_of(learner())
-    run = run_of(CFG, SimpleNamespace(request=request))
+    run = run_of(CFG, fake(request=request))
     run.progress = m.SavedProgress(**progress)
     return run
 
 
-def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, swap: Any) -> None:
     checkpoints = m.Checkpoints(tmp_path / "run")
     assert checkpoints.newest() == ("", m.SavedProgress())
     run = saved_run(num_drawn=90, requeued=[3], in_flight={88, 7}, ended={"lost": 2})
@@ -2235,8 +2208,8 @@ def test_the_newest_whole_file_is_used(tmp_path: Path, capsys: Any, monkeypatch:
         assert f"{newest} is damaged" in capsys.readouterr().out
     newest.write_bytes(whole)
     for error in (OSError("I/O"), MemoryError(), TypeError("a field"), RuntimeError("CUDA")):
-        monkeypatch.setattr(m, "read_progress", Mock(side_effect=error))
-        with pytest.raises(m.RunError, match=rf"{newest}: {type(error).__name__}"):
+        swap("read_progress", Mock(side_effect=error))
+        with raises(m.RunError, match=rf"{newest}: {type(error).__name__}"):
             checkpoints.newest()
     assert newest.is_file()  # it may be whole
 
@@ -2246,22 +2219,21 @@ def test_files_with_other_names_are_no_checkpoints(tmp_path: Path) -> None:
     others = {"step_best.pt", "step_00000040 (1).pt", "step_.pt", "lock"}
     for name in others | {"step_00000007.pt", "step_00000009.pt", "step_00000008.pt.new"}:
         (tmp_path / name).touch()
-    trainer = saved_run().trainer
-    run: Any = SimpleNamespace(version=10, progress=m.SavedProgress(), trainer=trainer)
+    run = fake(version=10, progress=m.SavedProgress(), trainer=saved_run().trainer)
     asyncio.run(checkpoints.save(run))
     kept = {path.name for path in checkpoints.paths()}
-    assert {path.name for path in tmp_path.iterdir()} - others == kept
+    assert {*os.listdir(tmp_path)} - others == kept
     assert kept == {"step_00000010.pt", "step_00000009.pt"}
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
+@cases("value", [math.nan, math.inf, 1e30])
 def test_weights_that_are_not_finite_are_not_written(tmp_path: Path, value: float) -> None:
     trainer = trainer_of(learner(), 3)
     trainer.learner.weights[-1].data[0] = value
     for write in (partial(m.write_checkpoint, progress={}), m.export):
-        with pytest.raises(m.RunError, match="diverged after step 3: lower --lr"):
+        with raises(m.RunError, match="diverged after step 3: lower --lr"):
             write(trainer, str(tmp_path / "new"))
-    assert list(tmp_path.iterdir()) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> None:
@@ -2271,20 +2243,20 @@ def test_an_export_replaces_an_older_one_or_names_its_folder(tmp_path: Path) -> 
     m.export(trainer, str(tmp_path))
     names = {path.name for path in tmp_path.glob("*model*")}
     assert names == {"model.safetensors", "model_best.safetensors"}
-    trainer.learner.policy.tokenizer = Mock()
-    trainer.learner.policy.tokenizer.save_pretrained.side_effect = OSError("the disk is full")
-    with pytest.raises(m.RunError, match=f"{tmp_path}: OSError: the disk is full"):
+    failing = Mock(side_effect=OSError("the disk is full"))
+    trainer.learner.policy.tokenizer = fake(save_pretrained=failing)
+    with raises(m.RunError, match=f"{tmp_path}: OSError: the disk is full"):
         m.export(trainer, str(tmp_path))
 
 
-@pytest.mark.parametrize("num_trainers, lives", [(1, True), (1, False), (2, True)])
+@cases("num_trainers, lives", [(1, True), (1, False), (2, True)])
 def test_an_error_of_a_worker_saves_the_run(tmp_path: Path, num_trainers: int, lives: bool) -> None:
     cfg = replace(CFG, checkpoint="RUN", max_staleness=0, trainers=num_trainers)
     run = run_of(cfg, saved_run().trainer)
     run.trainer.ready = lambda: [run] * lives
     run.draw = Mock(side_effect=ActorError(ValueError("a")))
     checkpoints = m.Checkpoints(tmp_path)
-    with pytest.raises(ActorError):
+    with raises(ActorError):
         asyncio.run(m.train_saved(run, checkpoints, run.evaluate))
     assert len(checkpoints.paths()) == (lives and num_trainers == 1)
 
@@ -2294,8 +2266,7 @@ def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: A
     run = saved_run()
     run.progress.rows.append({})
     assert asyncio.run(checkpoints.save(run))
-    full = ActorError(OSError("No space left on device"))
-    run.trainer.request = AsyncMock(side_effect=full)
+    run.trainer.request = AsyncMock(side_effect=ActorError(OSError("No space left on device")))
     run.progress.rows.append({})
     assert not asyncio.run(checkpoints.save(run))
     assert "step 2 is not saved: " in capsys.readouterr().out
@@ -2303,26 +2274,26 @@ def test_a_failed_save_is_said_and_the_older_one_stays(tmp_path: Path, capsys: A
 
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (9999, limit[1]))
-    with pytest.raises(OSError, match="File too large"):
+    with raises(OSError, match="File too large"):
         m.write_durably(tmp_path / "step_00000003.pt", {"full": torch.zeros(9999)})
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "step_00000001.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["lock", "step_00000001.pt"]
 
 
-def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, swap: Any) -> None:
     def sync(file: int) -> None:
         assert os.fstat(file).st_size > 0
         synced.append((os.readlink(f"/proc/self/fd/{file}"), (tmp_path / "x").exists()))
 
-    synced: list[Any] = []
-    monkeypatch.setattr(os, "fsync", sync)
+    synced = []
+    swap("os.fsync", sync)
     m.write_durably(tmp_path / "x", "text")
     assert synced == [(f"{tmp_path}/x.new", False), (str(tmp_path), True)]
 
 
 def test_a_second_run_in_a_folder_is_refused(tmp_path: Path) -> None:
     _first = m.Checkpoints(tmp_path)
-    with pytest.raises(m.UsageError, match="another run uses it"):
+    with refused("another run uses it"):
         m.Checkpoints(tmp_path)
 
 
@@ -2363,13 +2334,13 @@ def test_a_signal_counts_although_the_save_fails() -> None:
         asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
         await m.finished(fail())
 
-    with pytest.raises(asyncio.CancelledError):
+    with raises(asyncio.CancelledError):
         asyncio.run(work())
 
 
 def test_prompts_in_flight_are_drawn_again_before_others() -> None:
     async def train() -> list[int]:
-        drawn: list[int] = []
+        drawn = []
         progress = m.SavedProgress()
         for _ in range(4):  # lives, each of which ends in the middle
             services = FakeServices(len(drawn))
@@ -2403,7 +2374,7 @@ def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) 
                 os.kill(rng.choice(children), rng.choice([signal.SIGKILL, signal.SIGSTOP]))
                 num_struck += 1
     command.end()
-    figures = json.loads((tmp_path / "out.json").read_text())["train"]
+    figures = read(tmp_path)["train"]
     assert (figures["steps"], figures["in_flight"]) == (120, 0)
 
 
@@ -2467,42 +2438,39 @@ def test_command_a_run_goes_on_from_its_folder_alone(tmp_path: Path) -> None:
 
 def test_a_bonus_lowers_the_loss_and_a_penalty_raises_it() -> None:
     one = learner(entropy=0.25, loss="reinforce")
-    batch: Any = SimpleNamespace(old_logprobs=None, prox_logprobs=None)
-    batch.advantage = torch.ones(3)
+    batch = fake(old_logprobs=None, prox_logprobs=None, advantage=torch.ones(3))
     logp, entropy = torch.zeros(3), torch.tensor([1.0, 2.0, 4.0])
     assert one.token_losses(batch, logp, entropy).tolist() == [-0.25, -0.5, -1.0]
     one.penalty = lambda batch, logp: torch.tensor([8.0, 0.0, 1.0])
     assert one.token_losses(batch, logp, entropy).tolist() == [7.75, -0.5, 0.0]
 
 
-def test_a_saved_model_has_had_its_supervised_steps(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(m, "with_restarts", AsyncMock())
+def test_a_saved_model_has_had_its_supervised_steps(tmp_path: Path, swap: Any) -> None:
+    swap("with_restarts", AsyncMock())
     for folder, wanted in ((tmp_path / "new", ("x", 3)), (tmp_path / "old", ("saved", 0))):
         model = folder / "model"
         if wanted[0] == "saved":
             model.mkdir(parents=True)
         cfg = replace(CFG, model="x", checkpoint=str(folder), sft_steps=3)
-        asyncio.run(m.run_user_command(SimpleNamespace(), cfg))
+        asyncio.run(m.run_user_command(fake(), cfg))
         used = m.with_restarts.call_args.args[1].args[0]
         assert (used.model.replace(str(model), "saved"), used.sft_steps) == wanted
 
 
-def test_a_command_saves_flags_and_fails_without_its_last_step(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(m, "train_and_evaluate", AsyncMock(return_value={}))
-    run: Any = SimpleNamespace(cfg=replace(CFG, train=True, checkpoint="RUN"), version=3)
+def test_a_command_saves_flags_and_fails_without_its_last_step(tmp_path: Path, swap: Any) -> None:
+    swap("train_and_evaluate", AsyncMock(return_value={}))
+    run = fake(cfg=replace(CFG, train=True, checkpoint="RUN"), version=3)
     command = partial(m.do_command, m.Checkpoints(tmp_path), run.cfg, run)
-    with pytest.raises(m.RunError, match="step 3 is not saved"):
+    with raises(m.RunError, match="step 3 is not saved"):
         asyncio.run(command())
     (tmp_path / "step_00000003.pt").touch()
     assert asyncio.run(command()) == {}
-    saved = json.loads((tmp_path / "flags.json").read_text())
+    saved = read(tmp_path, "flags.json")
     of_command = "stage only train evaluate export hosts worker checkpoint log samples json"
     assert saved.items() == {(k, v) for k, v in vars(CFG).items() if k not in of_command.split()}
 
 
-def test_a_loss_after_a_signal_ends_a_run(monkeypatch: Any) -> None:
+def test_a_loss_after_a_signal_ends_a_run(swap: Any) -> None:
     async def lose(_: Any) -> None:
         works.append(0)
         asyncio.current_task().cancel()
@@ -2510,33 +2478,32 @@ def test_a_loss_after_a_signal_ends_a_run(monkeypatch: Any) -> None:
             await asyncio.sleep(1)
         raise m.ReplicaLost("trainer_0 has died")
 
-    works: list[int] = []
-    run: Any = SimpleNamespace(task=None, prompts=iter([]), version=0, trainer=Mock())
+    works = []
+    run = fake(task=None, prompts=iter([]), version=0, trainer=Mock())
     run.begin, run.close = AsyncMock(), AsyncMock()
-    checkpoints: Any = SimpleNamespace(newest=lambda: ("", m.SavedProgress()))
-    monkeypatch.setattr(m, "sleep", AsyncMock())
-    with pytest.raises(asyncio.CancelledError):
+    checkpoints = fake(newest=lambda: ("", m.SavedProgress()))
+    swap("sleep", AsyncMock())
+    with raises(asyncio.CancelledError):
         asyncio.run(m.with_restarts(checkpoints, lambda _: run, lose))
     assert len(works) == 1
 
 
-@pytest.mark.parametrize("kind", ["loss", "bug", "effect of a loss"])
-def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, monkeypatch: Any) -> None:
+@cases("kind", ["loss", "bug", "effect of a loss"])
+def test_five_losses_at_one_checkpoint_or_a_bug_end_a_run(kind: str, swap: Any) -> None:
     lost = m.ReplicaLost("trainer_0 has died")
     error = lost if kind == "loss" else ActorError(ValueError("a bug"))
-    trainer = SimpleNamespace(error=None if kind == "bug" else lost)
-    run: Any = SimpleNamespace(task=m.LetterTask(0), prompts=iter([PROMPT]), trainer=trainer)
+    trainer = fake(error=None if kind == "bug" else lost)
+    run = fake(task=TASK, prompts=iter([PROMPT]), trainer=trainer)
     run.begin, run.close, work = AsyncMock(side_effect=error), AsyncMock(), AsyncMock()
-    monkeypatch.setattr(m, "sleep", AsyncMock())
+    swap("sleep", AsyncMock())
     saved = [m.SavedProgress(requeued=[5, 3]), *[m.SavedProgress()] * 9]
-    checkpoints: Any = SimpleNamespace(newest=lambda: ("", saved.pop(0)))
+    checkpoints = fake(newest=lambda: ("", saved.pop(0)))
     versions = iter([0] * 4 + [9] * 5)
     make_run = lambda _: setattr(run, "version", next(versions)) or run  # noqa: E731
-    with pytest.raises(type(error)):
+    with raises(type(error)):
         asyncio.run(m.with_restarts(checkpoints, make_run, work))
     assert run.begin.call_count == (1 if kind == "bug" else 9)
-    assert not work.called
-    assert [prompt.number for prompt in run.prompts] == [5, 3, 0]
+    assert not work.called and [prompt.number for prompt in run.prompts] == [5, 3, 0]
 
 
 def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
@@ -2550,11 +2517,11 @@ def test_a_checkpoint_has_the_critic(tmp_path: Path) -> None:
         assert fresh.critic(episodes) == trained.critic(episodes)
 
 
-def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any) -> None:
-    task: Any = SimpleNamespace(task=None)
-    monkeypatch.setattr(m, "user_task", lambda cfg: task)
-    monkeypatch.setattr(m, "UserProcess", lambda cfg: lambda method, groups: ["task"])
-    monkeypatch.setattr(m, "RewardModel", lambda *_: lambda group: "model")
+def test_the_task_scores_held_out_prompts_beside_a_reward_model(swap: Any) -> None:
+    task = fake(task=None)
+    swap("user_task", lambda cfg: task)
+    swap("UserProcess", lambda cfg: lambda method, groups: ["task"])
+    swap("RewardModel", lambda *_: lambda group: "model")
     score = m.user_scorer(replace(CFG, reward="model"))
     prompts = letters(50)
     for method, by in (("score", "model"), ("reply", "task")):
@@ -2565,11 +2532,11 @@ def test_the_task_scores_held_out_prompts_beside_a_reward_model(monkeypatch: Any
 # == on GPUs ====
 
 
-def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
-    used: list[int] = []
-    monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", Mock(return_value=(1, 1)))
-    monkeypatch.setattr(m, "HubPolicy", Mock())
+def test_devices_of_trainers_and_generators(swap: Any) -> None:
+    used = []
+    swap("torch.cuda.set_device", used.append)
+    swap("torch.cuda.mem_get_info", Mock(return_value=(1, 1)))
+    swap("HubPolicy", Mock())
 
     def places(load: Any, num: int) -> Counter[int]:
         used.clear()
@@ -2577,13 +2544,13 @@ def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
             load(replace(CFG, device="cuda"), number)
         return Counter(used)
 
-    for num_trainers, hosts in itertools.product(range(1, 5), (None, MagicMock())):
+    for num_trainers, hosts in product(range(1, 5), (None, MagicMock())):
         cfg = replace(SMALL_RUN, device="cuda", trainers=num_trainers)
         run = m.UserRun(cfg, Mock(folder=""), hosts, m.SavedProgress())
         _, load, reader = run.generators.setup_args
         assert m.BlockReader in (reader, *getattr(reader, "args", ()))
-        for num_gpus, num_generators in itertools.product(range(1, 9), range(1, 8)):
-            monkeypatch.setattr(torch.cuda, "device_count", Mock(return_value=num_gpus))
+        for num_gpus, num_generators in product(range(1, 9), range(1, 8)):
+            swap("torch.cuda.device_count", Mock(return_value=num_gpus))
             ranks = places(partial(m.load_policy, dtype=None), min(num_trainers, num_gpus))
             assert max(ranks.values()) == 1
             shares = places(load, num_generators)
@@ -2595,7 +2562,7 @@ def test_devices_of_trainers_and_generators(monkeypatch: Any) -> None:
     assert m.dtype_of(m.Flags(device="cuda")) == torch.bfloat16
 
 
-def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: Any) -> None:
+def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(swap: Any) -> None:
     mine = {"a": torch.randn(5, 3), "b": torch.randn(7)}
     before = {name: t.clone() for name, t in mine.items()}
     theirs = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in mine.items()}
@@ -2603,7 +2570,7 @@ def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(monkeypatch: 
     reader = m.BlockReader(writer.handle, 0, theirs)
     go = threading.Event()
     write = m.WeightWriter.write
-    monkeypatch.setattr(m.WeightWriter, "write", lambda *args: go.wait(30) and write(*args))
+    swap("WeightWriter.write", lambda *args: go.wait(30) and write(*args))
     for version in (1, 2, 3):
         writer.publish(version)  # waits for the copy of the version before
         for tensor in mine.values():  # the next step changes the weights during the copy
@@ -2639,37 +2606,35 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-@pytest.mark.parametrize("shape", list(SHAPES))
-def test_a_graph_decodes_alike(tmp_path: Path, shape: str, monkeypatch: Any, capsys: Any) -> None:
+@cases("shape", SHAPES)
+def test_a_graph_decodes_alike(tmp_path: Path, shape: str, swap: Any, capsys: Any) -> None:
     policy = policy_of(model_folder(tmp_path, shape), temperature=0.8, max_new_tokens=12)
-    prompts = [*letters(4), m.Prompt(4, (m.user_turn("abcdefghij", ""), m.user_turn("a", "")))]
-    requests = [(prompts, 0), (prompts, None), *[(prompts[3:], seed) for seed in range(6)]]
+    requests = [(FIVE, 0), (FIVE, None), *[(FIVE[3:], seed) for seed in range(6)]]
     wanted = [sampled(policy, some, 3, seed) for some, seed in requests]
     stand_ins = {"CUDAGraph": Tape, "Stream": Mock, "graph": lambda tape, **how: tape}
-    monkeypatch.setattr(m.torch, "cuda", SimpleNamespace(**stand_ins))
-    monkeypatch.setattr(m, "GraphDecoder", Mock(wraps=m.GraphDecoder))
+    swap("torch.cuda", fake(**stand_ins))
+    swap("GraphDecoder", Mock(wraps=m.GraphDecoder))
     policy.has_graphs = True
     found = [sampled(policy, some, 3, seed) for some, seed in requests]
     assert capsys.readouterr().out.count("without a CUDA graph") == (
         shape in ("qwen3_next", "lfm2")
     )
     assert m.GraphDecoder.call_count == 1  # all turns and rollouts share it
-    for one, other in zip(itertools.chain(*wanted), itertools.chain(*found), strict=True):
-        assert one.ids == other.ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    for one, other in zip(chain(*wanted), chain(*found), strict=True):
+        assert one.ids == other.ids and one.logprobs == approx(other.logprobs, abs=1e-5)
 
 
 SCALED = {"cohere": "", "granite": "logits_scaling=3"}
 SCALED["gemma2"] = "sliding_window=8 query_pre_attn_scalar=8"
 
 
-@pytest.mark.parametrize("shape", ["qwen2", "gpt2", "opt", "bloom", "phi3", *SCALED])
-@pytest.mark.parametrize("entropy", [0.0, 0.01])
+@cases("shape", ["qwen2", "gpt2", "opt", "bloom", "phi3", *SCALED])
+@cases("entropy", [0.0, 0.01])
 def test_log_probabilities_in_chunks_are_those_of_whole_logits(
     tmp_path: Path, shape: str, entropy: float, monkeypatch: Any
 ) -> None:
     for name, sizes in SCALED.items():
-        monkeypatch.setitem(SHAPES, name, (f"{name.capitalize()}Config", SMALL + sizes))
+        monkeypatch.setitem(SHAPES, name, (name.capitalize(), SMALL + sizes))
     cfg = {"model": str(model_folder(tmp_path, shape)), "entropy": entropy, "temperature": 0.7}
     learned = learner(**cfg)
     if shape in SCALED:
@@ -2684,7 +2649,7 @@ def test_log_probabilities_in_chunks_are_those_of_whole_logits(
         loss = (logp * torch.linspace(-1, 1, len(logp))).sum() - entropy * entropies.sum()
         parts = torch.autograd.grad(loss, learned.weights, allow_unused=True)
         found.append((logp, entropies, torch.cat([p.flatten() for p in parts if p is not None])))
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*found):
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
@@ -2707,10 +2672,8 @@ def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
 @contextlib.contextmanager
 def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[Any]]:
     folder.mkdir()
-    workers = []
-    for address in addresses:
-        own = {"MONARCH_RL_ADDRESS": address} | environment
-        workers.append(Command(folder.parent, f"--worker {folder}", **own))
+    start = partial(Command, folder.parent, f"--worker {folder}", **environment)
+    workers = [start(MONARCH_RL_ADDRESS=address) for address in addresses]
     try:
         until(lambda: len(m.urls_in(folder)) == len(addresses))
         yield workers
@@ -2730,7 +2693,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.until("step    5")
         os.kill(random.choice(workers[0].children()), signal.SIGKILL)
         command.end()
-        found = json.loads((tmp_path / "out.json").read_text())["train"]
+        found = read(tmp_path)["train"]
         assert (found["steps"], found["lost"], found["in_flight"]) == (60, 0, 0)
         assert found["workers_replaced"] == 1
 
@@ -2744,7 +2707,7 @@ def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: 
         command.end(-signal.SIGKILL)
 
 
-def test_hosts_that_do_not_answer_are_passed_over(tmp_path: Path, monkeypatch: Any) -> None:
+def test_hosts_that_do_not_answer_are_passed_over(tmp_path: Path, swap: Any) -> None:
     def attach(workers: list[str], **_: Any) -> Any:
         host = MagicMock()
         agent = host.spawn_procs().spawn()
@@ -2759,9 +2722,9 @@ def test_hosts_that_do_not_answer_are_passed_over(tmp_path: Path, monkeypatch: A
 
     for note in ("dead", "gone", "alive"):
         (tmp_path / f"{note}.url").write_text(note)
-    monkeypatch.setattr(m, "SILENCE_S", 0.05)
-    monkeypatch.setattr(m, "this_proc", MagicMock())
-    monkeypatch.setattr(m.monarch.actor, "attach_to_workers", attach)
+    swap("SILENCE_S", 0.05)
+    swap("this_proc", MagicMock())
+    swap("monarch.actor.attach_to_workers", attach)
     assert asyncio.run(started()) == 4
 
 
@@ -2782,8 +2745,7 @@ def certificate(folder: Path) -> dict[str, str]:
     folder.mkdir()
     _, _, text = DOCS.partition("may name all machines:\n```sh\n")
     script = text.partition("```")[0].replace("10.0.0.2", "127.0.0.1,IP:127.0.0.2") + "env"
-    how: Any = {"cwd": folder, "check": True, "capture_output": True, "text": True}
-    lines = subprocess.run(["bash", "-ec", script], **how).stdout.splitlines()
+    lines = subprocess.check_output(["bash", "-ec", script], cwd=folder, text=True).splitlines()
     return dict(line.split("=", 1) for line in lines if line.startswith("HYPERACTOR_TLS_"))
 
 
@@ -2810,9 +2772,7 @@ def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None
 def single(policy: m.Policy, num_prompts: int, seed: int) -> list[m.Episode]:
     episodes = sampled(policy, letters(num_prompts), 1, seed)
     for episode in episodes:
-        episode.rewards = [
-            m.LetterTask(0).grade("a", text) + 0.1 * len(text) for text in episode.responses
-        ]
+        episode.rewards = [TASK.grade("a", text) + 0.1 * len(text) for text in episode.responses]
     return episodes
 
 
@@ -2820,7 +2780,7 @@ def test_gains_by_hand() -> None:
     """The table of the section, with tokens between the turns that were not sampled."""
     episode = m.Episode(PROMPT, ids=[3] * 6, turn_of=[0, 1, 1, 0, 0, 2], rewards=[0.0, 0.9])
     found = m.gains(episode, [9.0, 0.4, 0.5, 9.0, 9.0, 0.7])
-    assert found == pytest.approx([0.0, 0.5, 0.4, 0.0, 0.0, 0.2])
+    assert found == approx([0.0, 0.5, 0.4, 0.0, 0.0, 0.2])
 
 
 def test_a_critic_gives_each_sampled_token_a_normalized_advantage() -> None:
@@ -2830,7 +2790,7 @@ def test_a_critic_gives_each_sampled_token_a_normalized_advantage() -> None:
     episodes = single(policy, 16, 99)
     rows = critic(episodes)
     gains = torch.tensor([value for row in rows for value in row if value])
-    assert [gains.mean(), gains.std(correction=0)] == pytest.approx([0, 1], abs=0.01)
+    assert [gains.mean(), gains.std(correction=0)] == approx([0, 1], abs=0.01)
     for row, episode in zip(rows, episodes, strict=True):
         assert [value != 0 for value in row] == [turn > 0 for turn in episode.turn_of]
 
@@ -2848,14 +2808,13 @@ def test_a_critic_learns_and_passes_of_any_size_are_equal() -> None:
             critic(episodes)
         errors = (later_rewards - critic.values(ids).detach())[is_sampled]
         found.append(1 - float(errors.var() / later_rewards[is_sampled].var()))  # explained
-    assert found[0] == pytest.approx(found[1], abs=0.01)
-    assert found[0] > 0.3
+    assert found[0] == approx(found[1], abs=0.01) and found[0] > 0.3
     values = small.values(torch.tensor([[3, 4, 5], [3, 7, 5]]))  # before each token
     assert torch.allclose(values[0, :2], values[1, :2])
     assert not torch.allclose(values[0, 2], values[1, 2])
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen3", "gpt2", "bloom"])
+@cases("shape", ["llama", "qwen3", "gpt2", "bloom"])
 def test_value_networks_of_other_models(tmp_path: Path, shape: str) -> None:
     policy = policy_of(model_folder(tmp_path, shape))
     network, _ = m.value_network(policy, CFG)
@@ -2875,17 +2834,16 @@ def asked(*responses: str, num_turns: int = 1) -> m.Conversations:
 
 def test_lines_of_preferences(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}]
     one = {"prompt": "abc", "chosen": "a", "rejected": ""}
-    other = {"prompt": messages, "chosen": "b", "rejected": "c", "more": 1}
+    other = {"prompt": CHAT, "chosen": "b", "rejected": "c", "more": 1}
     path.write_text("\ufeff" + json.dumps(one) + "\n\n" + json.dumps(other) + "\n")
     first, second = m.read_preferences(path)
     assert first == (m.Prompt(0, (m.user_turn("abc", None),)), ["a", ""])
-    assert second == (m.Prompt(0, (m.Turn(tuple(messages), None),)), ["b", "c"])
+    assert second == (m.Prompt(0, (m.Turn(CHAT, None),)), ["b", "c"])
     wrong = json.dumps(one | {"rejected": None})
     for text, told in ((wrong, ", line 1: needs"), ("\n", ": no comparisons")):
         path.write_text(text)
-        with pytest.raises(m.UsageError, match=r"p\.jsonl" + told):
+        with refused(r"p\.jsonl" + told):
             m.read_preferences(path)
 
 
@@ -2899,11 +2857,9 @@ def test_a_reward_model_learns_and_scores_the_last_turn(tmp_path: Path) -> None:
             print(json.dumps(line), file=file)
     model = m.RewardModel(replace(CFG, preferences=file.name))
     scores = [sum(rewards) for rewards in model(asked("aab", "abk", "cde"))]
-    assert scores == sorted(scores, reverse=True)
-    assert scores[0] > scores[-1] + 0.5
+    assert scores == sorted(scores, reverse=True) and scores[0] > scores[-1] + 0.5
     (of_turns,) = model(asked("abc", num_turns=2))
-    assert of_turns[0] == 0.0
-    assert of_turns[-1] != 0.0
+    assert of_turns[0] == 0.0 != of_turns[-1]
     # Neither padding nor length matters.
     alone = [model(asked(said))[0] for said in ("abc", "abcdefghijklmnop")]
     torch.testing.assert_close(alone, model(asked("abc", "abcdefghijklmnop")), atol=1e-5, rtol=0)
@@ -2923,22 +2879,21 @@ def test_a_conversation_that_is_over_stays_however_long() -> None:
     assert [episode.prompt.number for episode in episodes] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_kl_is_0_after_the_warm_start(tmp_path: Path, monkeypatch: Any, trainers: int) -> None:
+@cases("trainers", [1, 2])
+def test_kl_is_0_after_the_warm_start(tmp_path: Path, swap: Any, trainers: int) -> None:
     form_group, shard = m.dist.init_process_group, m.shard  # here, of one rank
     of_one = lambda *args, **how: form_group(*args, **how | {"world_size": 1})  # noqa: E731
-    monkeypatch.setattr(m.dist, "init_process_group", of_one)
-    monkeypatch.setattr(m, "shard", lambda model, _, dtype: shard(model, 1, dtype))
-    monkeypatch.setattr(m, "current_rank", lambda: SimpleNamespace(rank=0))
+    swap("dist.init_process_group", of_one)
+    swap("shard", lambda model, _, dtype: shard(model, 1, dtype))
+    swap("current_rank", lambda: fake(rank=0))
     cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
     (batch,) = batches_of(learner(), episodes_of(learner()))
     one, _ = m.user_learner(cfg, str(tmp_path / "meeting"))
     reference, weight = one.penalty.args
     one.token_losses = lambda batch, logp, _: seen.append(logp.detach()) or logp
-    seen: list[Any] = []
+    seen = []
     one.update([batch])
-    assert weight == cfg.kl
-    assert not one.penalty(batch, seen[0]).any()
+    assert weight == cfg.kl and not one.penalty(batch, seen[0]).any()
     assert m.divergence(policy_of(), 1.0, batch, seen[0]).mean() > 1e-3  # the weights moved
     assert reference.has_chunks and one.policy.has_chunks
     if trainers > 1:
