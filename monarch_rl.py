@@ -1295,7 +1295,6 @@ async def demo_reshard(report: Report) -> None:
     """Resharding writes every needed byte exactly once."""
     from torch.distributed.tensor import Shard
 
-    # Two ranks write shards of rows.
     meeting_file = str(report.folder / "shards")
     service = Service(ShardWorker, 1, report.pool, (meeting_file,), num_ranks=2)
     await service.begin()
@@ -2746,7 +2745,7 @@ def place_of(error: BaseException) -> str:
 
 
 def called(where: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls third-party code. Turns its errors and exits into UsageError."""
+    """Turns errors and exits of a call into UsageError."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -2778,7 +2777,7 @@ class HubPolicy(Policy):
             self.tokenizer, self.model = pretrained(cfg.model, dtype)
         self.model.to(cfg.device or "cpu")
         self.device = self.model.device
-        # Buffers stay: rotary positions need float32.
+        # For the tiny policy. Buffers stay: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         config = self.model.config.get_text_config()
@@ -2837,7 +2836,7 @@ class HubPolicy(Policy):
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
-        # If the rest differs, the template has acted on a token.
+        # Without cuts the text is equal, unless the template has acted on a token.
         _, cut = self.render_turn((*earlier, Turn(tuple(messages), None)))
         if cut.replace(CUT, "") != text:
             raise UsageError(f"the template reads control tokens in: {last.messages}")
@@ -2845,7 +2844,7 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Returns text with thought tags. The prompt may end with the first, <think>."""
+        """Returns text, with the special tokens of a thought. The prompt may end with <think>."""
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # enough for "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -2910,7 +2909,7 @@ class WordTask(Task):
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     text = called(str(path), path.read_text, "utf-8-sig")  # without a byte order mark
-    # splitlines would also cut at U+2028, which JSON allows in strings.
+    # splitlines also cuts at U+2028, which JSON allows.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield f"{path}, line {number}", line
@@ -2932,7 +2931,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         if not roles or roles[-1] == "assistant":
             raise ValueError("no question at its end")
         answer = record.get("answer")
-        # The final part of "*" is empty, so an empty response would be right.
+        # "*" has an empty final part, so an empty response would be right.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
             raise ValueError(f"no answer of text or numbers among {[*record]}: use --reward")
         held_out = record.get("held_out")
@@ -2952,16 +2951,16 @@ BOX = r"""(?x) \\boxed \{ (
 # Marks of Qwen, Magistral, gpt-oss, GSM8K:
 THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
 ANSWER = r"</think>|\[/THINK\]|<\|channel\|>final<\|message\|>|####"
-# 7, -3.50, 1e-5; no part of 1/2, nor the 2 of cm^2. Decimal refuses huge exponents.
+# 7, -3.50, 1e-5; none beside / or ^: 1/2, cm^2, s^-1. Decimal refuses huge exponents.
 NUMBER = r"(?<![\d./^])(?<![/^][-.])-?\d*\.?\d+(?:e[-+]?\d{1,3})?(?![\d.]*[/^][-.\d])"
 
 
 def final_part(text: str) -> str:
     r"""Returns the answer in a text: "<think>7</think> So #### \boxed{1,042}." -> "1042"."""
-    # Takes the text after the last mark, without an unclosed thought.
+    # The text after the last mark, without an unclosed thought; of it the last box, if any.
     text = re.split(THOUGHT, re.split(ANSWER, text)[-1])[0]
     text = [text, *re.findall(BOX, text)][-1]
-    # One code point per accented letter; "-" for the minus sign; 1,000 -> 1000.
+    # One code point per accented letter; "-" for minus; \text{m} -> m; 1,000, 1{,}000 -> 1000.
     text = unicodedata.normalize("NFC", text).replace("\u2212", "-")
     text = re.sub(r"\\text\{([^{}]*)\}|(\{,\}|\\,|,\\!|,)(?=\d{3})", r"\1", text).casefold()
     # "**(B)**." -> "b"; but ".5" keeps its point
@@ -3030,7 +3029,7 @@ class UserTask(Task):
     def score(self, prompt: Prompt, responses: list[str]) -> Any:
         if self.reward is None:
             return self.task.score(prompt, responses)
-        rewards = []
+        rewards = []  # not scaled to total 1
         for turn, response in zip(prompt.turns, responses):
             messages = list(turn.messages)
             question = messages if len(messages) > 1 else messages[0]["content"]
@@ -3085,8 +3084,8 @@ class UserProcess:
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # No variable for the future: a traceback would keep it, and `self`. 2 s more: late
-            # coroutines time out alone.
+            # No variable for the future: with its error it is a cycle, which would keep `self`.
+            # 2 s more: late coroutines time out alone.
             return self.executor.submit(call_task, self.cfg, method, groups).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
@@ -3105,14 +3104,14 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks. The child computes. Once it or the worker has ended, the parent kills the rest."""
+    """Forks. The child computes. After it or the worker, the parent kills orphans of any group."""
     os.setpgid(0, 0)  # `kill_group` of the worker spares it
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a script: child programs import from their folder, and a start method can be set.
+        # As in a script: programs import from their folder, and a start method can be set.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3130,7 +3129,7 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns results of groups; one without coroutines is the last."""
+    """Returns results of groups, up to the first without coroutines."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
@@ -3209,10 +3208,10 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   saved: prompts' numbers are the seeds.
 # Cost. Three files of 12 bytes per parameter (a weight, two moments): two, and the next.
 #
-# By example, a checkpoint after step 50, and a crash during step 57:
+# By example, a checkpoint after step 40, and a crash during step 47:
 #
-#   weights, moments    of step 50: steps 51 to 56 are made again
-#   prompts in flight   at step 50: sampled again, before others
+#   weights, moments    of step 40: steps 41 to 46 are made again
+#   prompts in flight   at step 40: sampled again, before others
 #   synchronous         equal bit for bit, with as many generators (seeds) and cores (sums)
 #   asynchronous        the same prompts are drawn; samples and their order differ
 
@@ -3234,7 +3233,7 @@ async def with_restarts(
     make_run: Callable[[SavedProgress], Run],
     work: Callable[[Any], Awaitable[Any]],
 ) -> Any:
-    """Returns work(run), again after a loss, with a run from the newest checkpoint."""
+    """Returns work(run). After a loss, a new run goes on from the newest checkpoint."""
     num_losses: Counter[int] = Counter()  # by the step of the checkpoint
     while True:
         path, progress = await asyncio.to_thread(checkpoints.newest)
@@ -3349,20 +3348,20 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        # Also unfinished ones, of killed commands.
+        # Also unfinished ones of killed commands.
         for old in [*self.paths()[2:], *self.folder.glob("step_*.new")]:
             old.unlink()
         return True
 
 
 def progress_state(progress: Any) -> Record:
-    """Requeues groups in flight."""
+    """Requeues groups in flight, in a copy."""
     requeued = sorted(progress.in_flight | {*progress.requeued})
     return asdict(replace(progress, requeued=requeued, in_flight=set()))
 
 
 def read_progress(path: Path) -> SavedProgress:
-    """Reads a checkpoint's progress. Raises BadZipFile if damaged."""
+    """Raises BadZipFile if damaged."""
     with zipfile.ZipFile(path) as archive:
         if damaged := archive.testzip():
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
@@ -3384,7 +3383,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
             full_state_dict=True, cpu_offload=dist.is_initialized()
         ),
     )
-    # A learner of Part I has no attribute `critic`.
+    # Part I's learner has none.
     critic = getattr(learner, "critic", None)
     if critic:
         state["critic"] = critic.network.state_dict(), critic.optimizer.state_dict()
@@ -3395,7 +3394,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are NaN, or too large for finite logits."""
     norm = float(torch.nn.utils.get_total_norm(trainer.learner.weights))  # of all ranks
-    # q * k has four weights as factors, two of norms: (1e9)^4 < 3.4e38, the fp32 limit. NaN fails.
+    # q * k multiplies four weights (two of norm layers): (1e9)^4 < 3.4e38, fp32's limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
 
@@ -3433,7 +3432,7 @@ def write_durably(path: Path, content: Record | str) -> None:
         raise error.__context__ or error from None
     finally:
         beside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)  # syncs the name
     os.fsync(folder)
     os.close(folder)
 
@@ -3519,7 +3518,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
-    """Runs a command. flags: the user's, saved once the run has begun."""
+    """flags: the user's, saved once the run has begun."""
     cfg = run.cfg
     if cfg.train:
         saved = {name: value for name, value in asdict(flags).items() if name not in OF_COMMAND}
@@ -3545,7 +3544,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if run.version:
         print(f"going on after step {run.version} of {run.cfg.steps}")
-    # Also after a resume, if a signal has cut this evaluation.
+    # By default only at 0: n % inf is n. Again after a resume, if a signal has cut it.
     is_due = run.version % (run.cfg.eval_every or math.inf) == 0
     if is_due and run.version not in dict(progress.heldout):
         await evaluate_pass_at_k(run)
@@ -3603,7 +3602,7 @@ class UserRun(Run):
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # 20 requests in a row without a reward end a run; the first 8 do, or 2 evaluations.
+        # 20 requests without a reward end a run; so do the first 8 of a new one, or 2 evaluations.
         self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 12
         self.set_task(user_task(cfg))
         if (cfg.train or cfg.sft_steps) and all(
@@ -3639,7 +3638,7 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt], num_parts: int = 1) -> list[Group]:
         groups = await super().sample(prompts, num_parts)
         mixed = [group for group in groups if not has_equal_rewards(group)]
-        # All are kept if all are equal: a solved task has no others.
+        # A solved task has equal ones only: these are kept.
         if self.cfg.equal_rewards == "keep" or not mixed:
             return groups
         self.progress.end("dropped", numbers_of(groups) - numbers_of(mixed))
@@ -3664,10 +3663,10 @@ class UserRun(Run):
                     episodes.append(episode)
                 else:
                     ended.append(episode)
-        return sorted(ended, key=lambda e: e.prompt.number)
+        return sorted(ended, key=lambda e: e.prompt.number)  # groups adjacent
 
     async def request_accepted(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
-        """Makes one request. If it raises, halves it, so that only a bad prompt is lost."""
+        """If a request raises, halves it, so that only a bad prompt is lost."""
         try:
             return await super().request_rollout(episodes, seed)
         except ActorError as error:
@@ -3752,7 +3751,7 @@ async def report_waiting(run: Run) -> None:
 
 
 def step_line(rows: list[Record], num_steps: int) -> str:
-    """Returns the line of the newest step; steps 1, 11, 21 show a sample."""
+    """Returns the newest step's line; steps 1, 11, 21 show a sample."""
     row = rows[-1]
     line = (
         f"step {row['step']:4}/{num_steps}  reward {row['reward']:.3f}"
@@ -3762,7 +3761,7 @@ def step_line(rows: list[Record], num_steps: int) -> str:
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
-    # A median passes over the pauses of evaluations and resumes.
+    # A median ignores evaluations and resumes.
     step_s = median([b["time"] - a["time"] for a, b in pairwise(rows[-11:])] or [0])
     minutes = step_s * (num_steps - row["step"]) / 60
     if minutes > 1:
@@ -3791,7 +3790,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Copies replace the fp32 weights in forward passes, and pass gradients to them.
+        # Copies replace the fp32 weights. Casts save no tensors: all backward passes share them.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3814,8 +3813,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers a layer on all ranks at once, so all need equally many parts. Each cuts its
-        # rows like `longest`. Lengths 9 8 7 6 5: 9 | 7. Rank 0 has 9 | 7 5, and rank 1 8 | 6.
+        # FSDP gathers a layer on all ranks at once, so all need equally many parts, as `longest`
+        # has. Two ranks, lengths 9 8 7 6 5: `longest` 9 | 7; rank 0 has 9 | 7 5, rank 1 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3906,7 +3905,7 @@ def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
     model = RewardModel(cfg)
 
     def scorer(method: str, groups: list[Conversations]) -> list[Any]:
-        # A request is held out as a whole. Evaluations use the task's reward.
+        # A request is held out if its first prompt is. Evaluations use the task's reward.
         if method == "reply" or groups[0][0][0].is_held_out:
             return by_task(method, groups)
         return [model(group) for group in groups]
@@ -3988,7 +3987,7 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     if "train" in given and Path(folder, "model").exists():
         for name in given.keys() & {"model", "sft_steps", "task", "reward"}:
             if given[name] != saved.get(name):
-                raise UsageError(f"--{name}: the run in {folder} has {saved.get(name)!r}")
+                raise UsageError(f"{name}: the run in {folder} has {saved.get(name)!r}")
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4057,7 +4056,7 @@ def release(worker: Worker) -> None:
 #   a vocabulary of 150,000 take several times 5 GB in fp32.
 # Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
 #   Compute logits in chunks, and again in the backward pass.
-# Cost. A block of weights on each side, and a cache of fixed length.
+# Cost. A block of weights on each side, a cache of fixed length. Several trainers have no block.
 #
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block, of which its weights are views
@@ -4114,7 +4113,7 @@ class BlockWriter(WeightWriter):
         super().publish(version)
 
     def write(self, slot: Tensor) -> None:
-        """Fills a slot. Returns when the bytes are there: `commit` follows."""
+        """Returns when the slot is filled: `commit` follows."""
         if self.block.is_cpu:
             super().write(slot)
             return
@@ -4149,7 +4148,7 @@ class GraphDecoder(Decoder):
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Sliding windows have all columns, too: the mask hides the old. Only shapes are read below.
+        # Sliding windows have all columns, too: the mask hides the old. `parts` only give shapes.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
@@ -4171,7 +4170,7 @@ class GraphDecoder(Decoder):
             columns = slice(width - grown.keys.shape[2], width)
             fixed.keys[:num_rows, :, columns] = grown.keys  # [B, heads, columns, size]
             fixed.values[:num_rows, :, columns] = grown.values
-            fixed.cumulative_length.fill_(width)
+            fixed.cumulative_length.fill_(width)  # the next column
         self.mask.fill_(1)
         self.mask[:num_rows, :width] = prefilled.mask
         self.positions.zero_()
@@ -4198,7 +4197,7 @@ class GraphDecoder(Decoder):
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Computes Policy.token_logprobs in chunks of tokens.
 
-    The head here returns [N, 2], not logits: FSDP gathers it only in the model's own forward.
+    The model's forward calls the head, which here returns [N, 2]: only there FSDP gathers it.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -4206,7 +4205,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     targets = ids[is_sampled]  # [N]
     head: Any = policy.model.get_output_embeddings()
     logits_of = head.forward
-    # Logits of 64 MiB in fp32; on a GPU, where small products are slow, 512 MiB.
+    # 2^24 logits are 64 MiB in fp32; on a GPU, where small products are slow, 2^27.
     size = (1 << (27 if ids.is_cuda else 24)) // len(head.weight) + 1
 
     def of_chunk(hidden: Tensor, some: Tensor) -> Tensor:
@@ -4315,7 +4314,7 @@ def lone_run(
 
 
 def train_with(worker: Worker, policy: Policy, cfg: Flags) -> float:
-    """Returns the share of right letters after training on one turn of LetterTask.
+    """Returns the share of right letters late in training on one turn of LetterTask.
 
     The reward is this share plus a mood: -1.5 for a first letter a, up to 1.5 for p.
     """
@@ -4579,7 +4578,7 @@ def relayed_reader(
     tensors: Weights,
 ) -> WeightReader:
     """Returns a reader of this host's arena. The first call creates it, and the relay."""
-    # One file per trainer arena stores the handle of the local arena.
+    # A file per trainer arena: the handle of the local one.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not os.fstat(file.fileno()).st_size:  # the first call
@@ -4607,7 +4606,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 
 
 def this_url() -> str:
-    """Returns this machine's URL without a port, such as "tcp://node7"."""
+    """Returns this machine's URL, "tcp://node7", without a port."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
     if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of one authority (CA)
         return f"tls://{address}"
@@ -4663,7 +4662,7 @@ class HostAgent(Actor):
 
     @concurrent_endpoint
     async def ping(self) -> int:
-        # Raises an error if the host is ending.
+        # Raises if the host is ending.
         os.utime(Path(environ[HOST_FOLDER], "pinged"))
         return os.getpid()
 
@@ -4736,8 +4735,8 @@ class HostPool(Pool):
 async def demo_hosts(report: Report) -> None:
     """A host costs one transfer per version. No read is torn, though a host is lost."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')".format  # a program: --worker
-    workers = [start_python(serve(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
+    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')"  # a program, as --worker
+    workers = [start_python(serve.format(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
 
@@ -4790,7 +4789,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
 }
-# Signals that end a command. SIGHUP stays ignored under nohup.
+# Signals that end a command; not SIGHUP under nohup.
 ENDING = [
     number
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -4818,8 +4817,8 @@ RENAMED = """
 
 
 def read_flags(argv: list[str] | None) -> Flags:
-    """Returns the flags. Raises UsageError or ArgumentError."""
-    # The comments of two classes are the help.
+    """Raises UsageError or ArgumentError."""
+    # The help is the comment behind each field of two classes.
     classes = re.findall(r"(?s)\nclass (?:Config|Flags)\b.*?\n\n\n", THIS_FILE.read_text())
     texts = dict(re.findall(r"(\w+): .*  # (.*)", "".join(classes)))
 
@@ -4860,7 +4859,7 @@ def read_flags(argv: list[str] | None) -> Flags:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """Runs stages. An exception is a failed check."""
+    """An exception is a failed check."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print(f"\n{[*STAGES].index(stage.name) + 1}. {stage.name}: {stage.claim}")
         result: Record = {"name": stage.name, "checks": [], "rows": []}
@@ -4947,7 +4946,7 @@ async def run_command(cfg: Flags) -> int:
         report = Report(cfg, Path(folder), pool)
         work = ensure_future(command(report, cfg))
 
-        # The first signal cancels the work, and later ones are ignored.
+        # Later signals are ignored.
         def end(number: int) -> None:
             received.append(number)
             work.cancel()
@@ -4986,7 +4985,7 @@ def set_environment() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a command. Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
+    """Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         if asyncio._get_running_loop():
             raise UsageError("in a notebook: !python monarch_rl.py --help")
@@ -4998,7 +4997,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")
-        monarch.actor.unhandled_fault_hook = lambda failure: None
+        monarch.actor.unhandled_fault_hook = lambda failure: None  # by default it exits
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
@@ -5006,7 +5005,7 @@ def main(argv: list[str] | None = None) -> int:
     except (RunError, ReplicaLost, ActorError, SupervisionError, OSError) as error:
         cause = cause_of(error)
         print(f"monarch_rl.py: {cause}", file=sys.stderr)
-        # An ActorError has its cause as text only.
+        # An ActorError has its cause as text.
         return 2 if "UsageError: " in cause else 1
 
 
