@@ -714,7 +714,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # Waits for the answer or a loss. A loss is checked first: it explains an error.
+            # Waits for the answer or a loss, which is checked first: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -1301,7 +1301,7 @@ async def demo_reshard(report: Report) -> None:
     handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
 
-    # Two readers view columns. Side by side, their boxes are the whole.
+    # Two readers view columns: side by side, the whole.
     arena = Arena(handle)
     _, slot = arena.lease(0)
     expected = example()
@@ -1780,7 +1780,6 @@ async def demo_rollout(report: Report) -> None:
     cfg = Config(seed=report.cfg.seed, max_new_tokens=4)
     task = LetterTask(cfg.seed)
     policy = Policy(cfg)
-    # 64 conversations, whose turns are fixed in advance.
     fixed = new_episodes([task.prompt(number) for number in range(16)], 4)
     recorded, recomputed = recompute_logprobs(policy, rollout(policy, fixed, seed=0))
     # k3 is about d * d / 2: rounding gives 1e-14 in fp32, 1e-5 in bfloat16.
@@ -2378,7 +2377,7 @@ class Run:
         """Returns groups to train on. Prompts without rewards count as lost."""
         part = partial(self.sample_and_score, group_size=self.cfg.group_size, seed=self.cfg.seed)
         groups = await scatter_gather(prompts, num_parts, part)
-        # Counted for all parts at once: a batch that a signal cuts is drawn again whole.
+        # At once for all parts: a batch that a signal cuts is drawn again whole.
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
@@ -2550,7 +2549,7 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
     """Draws prompts when there is room, and starts a request for them. Ends when cancelled."""
     while True:
         prompts = await buffer.draw()
-        # Not awaited: the next `draw` waits for room, not for these groups.
+        # Not awaited: the next `draw` waits for room only.
         tasks.create_task(buffer.sample_into(prompts))
 
 
@@ -3445,7 +3444,7 @@ def restore(trainer: Trainer, path: str) -> None:
     state = torch.load(path, mmap=True, map_location="cpu")
     options = state_dict.StateDictOptions(full_state_dict=True)
     model = learner.policy.model
-    state_dict.set_model_state_dict(model, state["weights"], options=options)
+    state_dict.set_model_state_dict(model, state.pop("weights"), options=options)
     load = state_dict.set_optimizer_state_dict
     if trainer.version:  # before the first step there are no moments
         load(model, learner.optimizer, state["moments"], options=options)  # mechanism: recovery
@@ -3852,7 +3851,10 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     learner = UserLearner(policy, cfg, rank, penalty)
     weights = dict(policy.model.named_parameters())
     make_writer = ShardedWriter if cfg.trainers > 1 else BlockWriter
-    return learner, make_writer(weights, cfg.generators, dtype)
+    writer = make_writer(weights, cfg.generators, dtype)
+    if cfg.device == "cuda":
+        pin(writer.arena)
+    return learner, writer
 
 
 def load_policy(cfg: Flags, number: int, dtype: torch.dtype, num_before: int = 0) -> HubPolicy:
@@ -4065,7 +4067,7 @@ def release(worker: Worker) -> None:
 
 
 def device_of(cfg: Flags) -> str:
-    has_gpus = torch.cuda.device_count() >= cfg.trainers  # 0 without CUDA
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= cfg.trainers
     return cfg.device or ("cuda" if has_gpus else "cpu")
 
 
@@ -4101,7 +4103,6 @@ class BlockWriter(WeightWriter):
         copies = {name: tensor.detach().to(dtype) for name, tensor in tensors.items()}
         super().__init__(copies, num_readers)  # now in one block
         if self.block.is_cuda:
-            pin(self.arena)
             self.stream = torch.cuda.Stream()
 
     def publish(self, version: int) -> None:
@@ -4156,9 +4157,9 @@ class GraphDecoder(Decoder):
         self.cache = Cache(layers=layers)
         self._pass()  # warms up the libraries
         self.graph = torch.cuda.CUDAGraph()
-        # Without these, the stream may be of another GPU, and calls of other threads fail.
+        # A stream of this GPU, which `stream` leaves if a capture fails. Other threads may go on.
         how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self.graph, **how):
+        with torch.cuda.stream(how["stream"]), torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
 
     def begin(self, prefilled: Decoder) -> Decoder:
