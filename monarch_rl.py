@@ -441,7 +441,7 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Monarch polls, too, and calls `__supervise__` of the spawning actor: after seconds, in a hang.
+# Monarch polls, too, and calls `__supervise__` of the spawning actor: for a hang after seconds.
 
 
 class Worker(Actor):
@@ -857,7 +857,7 @@ async def demo_service(report: Report) -> None:
 # The core is `Arena.lease` and `Arena.free_slot`.
 #
 # Left, a first solution, `dist.broadcast`: it begins when all members have called it, so the
-# trainer waits for the last rollout. Right, slots, copies in host memory (CPU staging): it waits
+# trainer waits for the last rollout. Right, slots in host memory (CPU staging): the trainer waits
 # for no reader. Dots are waiting, X the broadcast, P the copy into a slot, f a pull.
 #
 #   trainer       step 7 ........XXXX step 8 ........XXXX     step 7 step 8 step 9 step 10
@@ -1324,7 +1324,7 @@ async def demo_reshard(report: Report) -> None:
 #   KV cache. The trainer computes the log-probabilities of whole conversations at once. If they
 #   disagree about what was sampled, or how likely it was, the gradient is wrong, without an error.
 # Rule. Record while sampling, and reconstruct nothing afterwards. For each sampled token:
-#   its id               later turns append to it: sampled as a, b, a text may tokenize as ab
+#   its id               later turns append to it; tokenized again, the text of a, b may be ab
 #   its log-probability  in fp32, under the distribution that it was drawn from
 # Cost. Three numbers per token: id, log-probability, and turn (9b).
 # `rollout` and `respond` sample, `Episode` records, `Policy.token_logprobs` recomputes.
@@ -2295,7 +2295,7 @@ class Progress:
     num_drawn: int = 0  # next prompt number, not a count
     # Numbers of prompts at a generator, reward worker, buffer or trainer.
     in_flight: set[int] = field(default_factory=set)
-    # dropped: too old, or left at the end; lost: no rewards, too long, or a failed request
+    # dropped: too old, left at the end (Part II: equal); lost: no rewards, too long, failed
     ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
 
     def end(self, how: str, numbers: set[int]) -> None:
@@ -2438,7 +2438,7 @@ class Run:
         self.errors[reason] += 1
 
     def describe(self, groups: list[Group], stats: StepStats) -> Record:
-        """Returns the row of the next step. All episodes of a group have one version."""
+        """Returns the row of the new step. All episodes of a group have one version."""
         episodes = list(chain(*groups))
         return {
             "step": self.version + 1,
@@ -2700,7 +2700,7 @@ class Flags(Config):
     steps: int = 100  # training steps
     max_turns: int = 8  # of a conversation with an environment
     equal_rewards: Literal["keep", "drop"] = "keep"  # groups of equal rewards (DAPO: drop)
-    truncated: Literal["keep", "mask"] = "keep"  # truncated responses (DAPO: mask)
+    truncated: Literal["keep", "mask"] = "keep"  # truncated episodes (DAPO: mask)
     trainers: int = 1  # ranks of the trainer (FSDP2)
     hosts: str = ""  # shared folder of worker hosts, for generators
     worker: str = ""  # shared folder: this machine is a worker host
@@ -2717,7 +2717,7 @@ class Flags(Config):
 
 
 # == YOUR OWN DATA ====
-# Problem. Templates differ, data has wrong lines, reward functions raise, hang, leave children.
+# Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
 # Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
 #   that is killed after a deadline: in a generator, rollouts would end, too. Episodes without a
 #   reward are left out: 0 would punish them.
@@ -3103,7 +3103,7 @@ class UserProcess:
 
 
 def guard() -> None:
-    """Forks. The child computes. After it or the worker, the parent kills orphans of any group."""
+    """Forks. The child computes. When it or the worker ends, the parent kills the rest."""
     os.setpgid(0, 0)  # `kill_group` of the worker spares it
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
@@ -3275,7 +3275,7 @@ async def train_saved(
     cfg: Any = run.cfg
 
     async def pause(step: int) -> None:
-        if cfg.eval_every and step % cfg.eval_every == 0:
+        if step % (cfg.eval_every or math.inf) == 0:  # n % inf is n
             await evaluate()
         if step % cfg.save_every == 0 or (cfg.checkpoint and step == cfg.steps):
             await checkpoints.save(run)
@@ -3405,14 +3405,11 @@ def export(trainer: Trainer, folder: str) -> None:
     state = whole_state(policy)
     if current_rank().rank > 0:
         return
-    try:
-        # Removes files of an older export in another format.
-        for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
-            Path(folder, stale).unlink(missing_ok=True)
-        policy.model.save_pretrained(folder, state_dict=state)
-        policy.tokenizer.save_pretrained(folder)
-    except Exception as error:
-        raise RunError(f"{folder}: {cause_of(error)}") from error
+    # Removes files of an older export in another format.
+    for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
+        Path(folder, stale).unlink(missing_ok=True)
+    policy.model.save_pretrained(folder, state_dict=state)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def write_durably(path: Path, content: Record | str) -> None:
@@ -3543,9 +3540,9 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if run.version:
         print(f"going on after step {run.version} of {run.cfg.steps}")
-    # By default only at 0: n % inf is n. Again after a resume, if a signal has cut it.
-    is_due = run.version % (run.cfg.eval_every or math.inf) == 0
-    if is_due and run.version not in dict(progress.heldout):
+    # By default only at 0. Again after a resume, if a signal has cut it.
+    interval = run.cfg.eval_every or math.inf
+    if run.version % interval == 0 and run.version not in dict(progress.heldout):
         await evaluate_pass_at_k(run)
     await train_saved(run, checkpoints, partial(evaluate_pass_at_k, run))
     if progress.heldout[-1][0] != run.version:
@@ -3582,6 +3579,7 @@ async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, fl
 
 class UserRun(Run):
     cfg: Flags
+    num_equal = 0  # groups of equal rewards in a row
 
     def __init__(
         self, cfg: Flags, report: Report, hosts: HostPool | None, progress: SavedProgress
@@ -3601,7 +3599,7 @@ class UserRun(Run):
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # 20 requests without a reward end a run; so do the first 8 of a new one, or 2 evaluations.
+        # 20 requests in a row without a reward end a run, or its first 8, or 2 evaluations.
         self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 12
         self.set_task(user_task(cfg))
         if (cfg.train or cfg.sft_steps) and all(
@@ -3637,8 +3635,9 @@ class UserRun(Run):
     async def sample(self, prompts: list[Prompt], num_parts: int = 1) -> list[Group]:
         groups = await super().sample(prompts, num_parts)
         mixed = [group for group in groups if not has_equal_rewards(group)]
-        # A solved task has equal ones only: these are kept.
-        if self.cfg.equal_rewards == "keep" or not mixed:
+        self.num_equal = 0 if mixed else self.num_equal + len(groups)
+        # Keeps equal ones after 100 in a row: a solved task has no others.
+        if self.cfg.equal_rewards == "keep" or self.num_equal >= 100:
             return groups
         self.progress.end("dropped", numbers_of(groups) - numbers_of(mixed))
         return mixed
@@ -3798,8 +3797,8 @@ class UserLearner(Learner):
         per_token = self.critic(episodes) if self.critic else super().advantages(episodes)
         if self.cfg.truncated == "mask":
             for values, episode in zip(per_token, episodes):
-                is_cut = [False, *episode.truncated]  # of turns; 0: not sampled
-                values[:] = [0.0 if is_cut[turn] else a for a, turn in zip(values, episode.turn_of)]
+                if any(episode.truncated):
+                    values[:] = [0.0] * len(values)
         return per_token
 
     def token_losses(self, batch: Batch, logp: Tensor, entropy: Tensor) -> Tensor:
@@ -4198,7 +4197,7 @@ class GraphDecoder(Decoder):
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Computes Policy.token_logprobs in chunks of tokens.
 
-    The model's forward calls the head, which here returns [N, 2]: only there FSDP gathers it.
+    The model's forward calls the head, which here returns [N, 2]: FSDP gathers it only there.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -4819,7 +4818,7 @@ RENAMED = """
 
 def read_flags(argv: list[str] | None) -> Flags:
     """Raises UsageError or ArgumentError."""
-    # The help is the comment behind each field of two classes.
+    # The comments of two classes' fields are the help.
     classes = re.findall(r"(?s)\nclass (?:Config|Flags)\b.*?\n\n\n", THIS_FILE.read_text())
     texts = dict(re.findall(r"(\w+): .*  # (.*)", "".join(classes)))
 
@@ -4843,8 +4842,8 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        ours = re.findall(rf" {re.escape(name)} (\S+)", RENAMED)
-        ours += get_close_matches(name, parser.format_help().split(), 1, 0.8)
+        ours = re.findall(rf"    {re.escape(name)} (\S+)", RENAMED)
+        ours += get_close_matches(name, parser._option_string_actions, 1, 0.8)
         raise UsageError(f"unknown: {unknown[0]}; see {[*ours, '--help'][0]}")
 
     given = vars(known)
