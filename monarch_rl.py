@@ -3382,7 +3382,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
             full_state_dict=True, cpu_offload=dist.is_initialized()
         ),
     )
-    # Part I's learner has none.
+    # Part I's learner has no critic.
     critic = getattr(learner, "critic", None)
     if critic:
         state["critic"] = critic.network.state_dict(), critic.optimizer.state_dict()
@@ -3514,7 +3514,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
 
 
 async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Record:
-    """flags: the user's, saved once the run has begun."""
+    """Runs a command. flags: the user's, saved once the run has begun."""
     cfg = run.cfg
     if cfg.train:
         saved = {name: value for name, value in asdict(flags).items() if name not in OF_COMMAND}
@@ -4859,7 +4859,7 @@ def read_flags(argv: list[str] | None) -> Flags:
 
 
 async def run_stages(report: Report, cfg: Flags) -> Record:
-    """An exception is a failed check."""
+    """Runs stages. An exception is a failed check."""
     for stage in [STAGES[cfg.only]] if cfg.only else STAGES.values():
         print(f"\n{[*STAGES].index(stage.name) + 1}. {stage.name}: {stage.claim}")
         result: Record = {"name": stage.name, "checks": [], "rows": []}
@@ -4985,7 +4985,7 @@ def set_environment() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
+    """Runs a command. Exit status: 1 failed, 2 wrong usage, 128 + n after signal n."""
     try:
         if asyncio._get_running_loop():
             raise UsageError("in a notebook: !python monarch_rl.py --help")
