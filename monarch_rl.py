@@ -137,7 +137,7 @@ class Config:
     reward_workers: int = 1  # the processes that compute rewards
     max_staleness: int = 2  # K, in versions; 0: synchronous
     loss: Literal["reinforce", "ppo", "decoupled"] = "ppo"  # see section 10
-    advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # section 10
+    advantage: Literal["group", "leave_one_out", "none", "critic"] = "group"  # sections 10, 14
     epochs: int = 1  # updates from each batch
     clip_low: float = 0.2  # clips importance ratios below 1 - clip_low
     clip_high: float = 0.2  # clips importance ratios above 1 + clip_high
@@ -280,7 +280,7 @@ async def demo_hello_actor(report: Report) -> None:
 # == 2. ACTOR MESH ====
 # Problem. Calling many generators, or many ranks, one after another takes the sum of their times.
 # Rule. Actors that are spawned together are a mesh, an array with named dimensions. The adverb of
-#   a call selects which members run and answer:
+#   a call, or a slice, selects which members run and answer:
 #
 #   mesh.add.call(...)                    runs on every member; returns a mesh of their answers
 #   mesh.add.broadcast(...)               runs on every member; returns no answer
@@ -328,7 +328,7 @@ async def demo_actor_mesh(report: Report) -> None:
 #                                    handle.write_from(mine)  pushes bytes
 #
 # RDMA is remote direct memory access: a network card reads another machine's memory without
-# its processor. Without such a card Monarch uses TCP. Section 16 uses RDMA between hosts.
+# its processor. Without such a card Monarch's Rust code uses TCP. Section 16: RDMA between hosts.
 
 
 class Owner(Actor):
@@ -362,7 +362,7 @@ async def demo_rdma_transfer(report: Report) -> None:
         mine = torch.zeros_like(expected)
         await handle.read_into(mine)  # the first read also connects
 
-        # Moves the same bytes once in a message, and once by the handle.
+        # Moves the same bytes in a message, and by the handle.
         start = time.perf_counter()
         await owner.as_message.call_one()
         middle = time.perf_counter()
@@ -729,7 +729,7 @@ class Service:
             del replica.in_flight[call]
 
     async def _supervise(self, number: int) -> None:
-        """Runs one replica after another, until `close` or until starts fail."""
+        """Runs one replica after another, until `close` or self.error."""
         num_failed_starts = 0
         while not self.error:
             try:
@@ -906,7 +906,7 @@ class Arena:
     """One process's mapping of the shared memory: a page of 8-byte words, then the slots."""
 
     HEADER_BYTES = 4096
-    LATEST = 0  # the word that holds version * slots + slot, 7 * 4 + 2 = 30; at first -1
+    LATEST = 0  # this word holds version * slots + slot, 7 * 4 + 2 = 30; at first -1 * 4 + 3 = -1
     LEASES = 1  # from here on, the slot that each reader leases
     NOTHING = -1  # no lease, slot or version
 
@@ -924,7 +924,7 @@ class Arena:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the header, which changes only inside this context."""
+        """Locks the header, which `Arena` changes only inside this context."""
         fcntl.flock(self.file, fcntl.LOCK_EX)
         try:
             yield
@@ -1075,7 +1075,7 @@ def move_into_block(tensors: Weights, layout: Layout, slot: Tensor) -> Tensor:
 
 
 def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
-    """Returns an arena, and its handle, which is valid while the arena lives."""
+    """Returns a handle, which is valid while its arena lives, and the arena."""
     last = layout[-1]
     slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
     # A file in memory without a name: unlike one in /dev/shm it cannot be left behind.
@@ -1114,7 +1114,7 @@ class ReaderWorker(Worker):
             version = self.reader.pull(at_least=0)
             if not keeps_lease:  # as if unleased
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            # Reads the tensor copied last, waits for the writer, reads the others.
+            # The tensor copied last shows an early commit; the others, after a wait, an overwrite.
             *others, last = self.reader.tensors.values()
             is_torn = bool((last != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
@@ -1154,7 +1154,7 @@ async def measure_reads(report: Report, num_readers: int, keeps_lease: bool) -> 
     service = Service(ReaderWorker, num_readers, report.pool, (make_reader, 32))
     await service.begin()
     publish_ratio = measure_publish(writer)
-    # All replicas read at once, and a read spans 2 publishes.
+    # All replicas read at once; a read spans 2 publishes.
     args = ("read", 32 // num_readers, 2, keeps_lease)
     replicas = service.replicas.values()
     reading = gather(*[replica.worker.run.call_one(*args) for replica in replicas])
@@ -1301,7 +1301,7 @@ async def demo_reshard(report: Report) -> None:
     handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
 
-    # Two readers view columns: side by side, the whole.
+    # Views two readers' columns: side by side, the whole.
     arena = Arena(handle)
     _, slot = arena.lease(0)
     expected = example()
@@ -1566,7 +1566,7 @@ class Policy:
         # largest tensor of a pass, are computed only where some row has sampled.
         columns = is_sampled[:, 1:].any(0).nonzero().flatten()  # [C]
         logits = self.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)  # [B, C, V]
-        # Position t predicts token t + 1. [B, C, V] -> [N, V]; targets [B, T] -> [N].
+        # Position t predicts token t + 1: the mask of those tokens, [B, C], selects [N, V].
         return self.logprobs_of(logits[is_sampled[:, columns + 1]], ids[is_sampled])
 
     def logprobs_of(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -1598,7 +1598,6 @@ class Decoder:
 
         self.policy = policy
         self.cache: Any = DynamicCache(config=policy.model.config)
-        # Feeds each distinct row once.
         unique = [list(row) for row in dict.fromkeys(tuple(row) for row in rows)]
         self.mask = torch.zeros(len(unique), 0, dtype=torch.long, device=policy.device)
         self.append(unique)
@@ -1671,7 +1670,7 @@ def respond(
     for number in range(policy.max_new_tokens):
         if number > 0:
             decoder.append([episode.ids[-1:] for episode in rows])
-        # One token for each row, recorded as it is drawn.
+        # Records each token as it is drawn.
         unfinished = []
         for place, (token, logprob) in enumerate(decoder.sample(rng)):
             rows[place].add(token, turn, logprob)
@@ -1710,7 +1709,7 @@ def rollout(
         ids: list[int] = []
         responding = []
         for episode in episodes:
-            # Skips episodes that are past this turn, were too long for it, or ended before it.
+            # Skips episodes that are past this turn, were too long for an earlier one, or ended.
             if len(episode.responses) != turn or turn == len(episode.prompt.turns):
                 continue
             # The oldest version counts: later turns may be sampled by newer weights.
@@ -1788,7 +1787,7 @@ async def demo_rollout(report: Report) -> None:
     report.check("k3 of recorded and recomputed", exact, "<", 1e-10)
     report.check("the same, if recorded in bfloat16", rounded, ">", 1e-10)
 
-    # An environment's turns depend on the responses: no letter is asked again.
+    # An environment's turns depend on the responses: a letter once said is not asked again.
     environment = RetryTask(cfg.seed)
     episodes = new_episodes([environment.prompt(number) for number in range(16)], 1)
     seeds = count()
@@ -1839,7 +1838,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
         group           0.58  0.58  0.58 -1.73   (GRPO, Shao 2024)
 
     leave_one_out subtracts the mean of the *others*: G / (G - 1) times `centred`. group divides by
-    the standard deviation: all prompts get the same scale.
+    the standard deviation: all prompts get the same scale, which adds a bias.
     """
     if kind == "none":
         return rewards
@@ -1852,7 +1851,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
     raise ValueError(f"unknown kind of advantage: {kind}")
 
 
-# A loss takes tensors [N], with an element for each sampled token, and returns [N]:
+# A loss maps tensors [N], an element for each sampled token, to [N], elementwise:
 #   logp           its log-probability now, with a gradient
 #   old_logprobs   when it was sampled, by an older policy
 #   prox_logprobs  under the weights before this batch (proximal policy: see `decoupled`)
@@ -1917,7 +1916,7 @@ class Batch:
 class StepStats:
     """Statistics of one update. Means are over sampled tokens that were trained."""
 
-    num_tokens: int
+    num_tokens: int  # trained or not
     loss: float  # ppo: near 0, as A sums to 0; its gradient, A grad log p, is not
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
@@ -2377,7 +2376,7 @@ class Run:
         """Returns groups to train on. Prompts without rewards count as lost."""
         part = partial(self.sample_and_score, group_size=self.cfg.group_size, seed=self.cfg.seed)
         groups = await scatter_gather(prompts, num_parts, part)
-        # At once for all parts: a batch that a signal cuts is drawn again whole.
+        # Not by part: a resumed run (Part II) draws a batch cut by a signal again, whole.
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
@@ -2395,7 +2394,6 @@ class Run:
             )
             sampled = groups_of(episodes)
             conversations = [[(e.prompt, e.responses) for e in members] for members in sampled]
-            # The reward workers share the groups.
             score = partial(self.reward_workers.request, "ask", "score")
             scores = await scatter_gather(conversations, self.cfg.reward_workers, score)
         except (ReplicaLost, ActorError) as error:
@@ -2417,7 +2415,7 @@ class Run:
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # From run seed, turn and first prompt, < 2^63: a repeated request has the same.
+        # One per turn and first prompt of a run, < 2^63: a repeated request has the same.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2492,7 +2490,7 @@ async def begin_demo(report: Report) -> Run:
     """Returns a run whose policy has a held-out accuracy near 0.07."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
-    # A head start: 60 supervised steps (Part II), published.
+    # A head start: 60 supervised steps (Part II), published as version 0.
     await run.trainer.request(warm_start, 60)
     return run
 
@@ -2556,7 +2554,7 @@ async def generate(buffer: ReplayBuffer, tasks: TaskGroup) -> None:
 async def learn(buffer: ReplayBuffer, num_steps: int) -> None:
     for _ in range(num_steps):
         batch = await buffer.take()
-        # The trainer updates, and begins to publish. Then the batch is no longer in flight.
+        # Updates, and begins to publish. Then the batch is no longer in flight.
         await buffer.run.step(batch)
         await buffer.wake()
 
