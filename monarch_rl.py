@@ -441,7 +441,7 @@ async def demo_controllers(report: Report) -> None:
 # Cost. A thread in each worker, and two pings a second. A healthy worker is killed if its C code
 #   holds the GIL for longer than `unresponsive_s`, 30 s.
 #
-# Monarch polls, too, and calls `__supervise__` of the spawning actor: for a hang after seconds.
+# Monarch polls, too, and calls `__supervise__` of the spawning actor, seconds after a hang.
 
 
 class Worker(Actor):
@@ -1191,7 +1191,7 @@ async def demo_weight_sync(report: Report) -> None:
 #   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so a rank writes it row by row.
 #
-# Only Part II's trainers shard; columns are read in the demo alone.
+# Only trainers of Part II shard; only the demo reads columns.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1351,7 +1351,7 @@ class Prompt:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether to hold it out: one in ten, by checksum, so equal texts agree."""
+        """Whether to hold out this prompt: one in ten, by a checksum, so equal texts agree."""
         if self.held_out is not None:
             return self.held_out
         text = json.dumps([turn.messages for turn in self.turns if not turn.is_reply])
@@ -3538,7 +3538,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if run.version:
         print(f"going on after step {run.version} of {run.cfg.steps}")
-    # By default only at 0. Again after a resume, if a signal has cut it.
+    # Evaluates version 0; after a resume also a version whose evaluation was cut by a signal.
     interval = run.cfg.eval_every or math.inf
     if run.version % interval == 0 and run.version not in dict(progress.heldout):
         await evaluate_pass_at_k(run)
