@@ -132,7 +132,7 @@ class Config:
     group_size: int = 8  # the samples of each prompt
     max_new_tokens: int = 0  # of a response; 0: set by the task (Part II)
     temperature: float = 1.0  # divides the logits, also in training
-    tokens_per_micro_batch: int = 8192  # the tokens, with padding, of a forward pass in training
+    tokens_per_micro_batch: int = 8192  # most tokens of a training pass, with padding, or one row
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
     max_staleness: int = 2  # K, in versions; 0: synchronous
@@ -287,7 +287,8 @@ async def demo_hello_actor(report: Report) -> None:
 #   mesh.add.choose(...)                  runs on one member, drawn at random
 #   mesh.slice(worker=2).add.call_one()   runs on member 2
 #
-# Cost. `call` waits for the slowest member, and raises if any does. `broadcast` reports no failure.
+# Cost. `call` waits for the slowest member, and raises if any does. An exception
+#   under `broadcast` ends the actor.
 
 
 @stage(instead="await members.slice(worker=0).add.call()")
@@ -303,7 +304,7 @@ async def demo_actor_mesh(report: Report) -> None:
 
     await members.add.call()  # mechanism: actor_mesh
     report.check("members of 4 that ran under `call`", sum(await totals()), "==", 4)
-    members.add.broadcast()  # returns before any member has run
+    members.add.broadcast()  # does not wait for the members
     report.check("members of 4 that ran under `broadcast`", sum(await totals()), "==", 4)
     await members.add.choose()
     report.check("members of 4 that ran under `choose`", sum(await totals()), "==", 1)
@@ -345,7 +346,7 @@ class Owner(Actor):
 
     @endpoint
     async def compute(self) -> float:
-        """Holds the GIL for about a second. Returns the time at the end."""
+        """Holds the GIL for a second or more. Returns the time at the end."""
         sum(range(10**8))  # one call into C: no other Python code of the process runs
         return time.time()
 
@@ -430,7 +431,7 @@ async def demo_controllers(report: Report) -> None:
 # Problem. Processes raise, crash, hang, or loop forever, and their callers wait. But a worker that
 #   is silent for ten minutes may be busy.
 # Rule. An exception goes to the caller. When a process crashes or hangs, its owner, here the main
-#   process, kills and replaces it (section 6). A slow worker still answers pings.
+#   process, kills it, and may replace it (section 6). A slow worker still answers pings.
 #
 #   failure              its caller            its owner detects it by
 #   an endpoint raises   gets the exception    nothing: the actor lives on
@@ -452,7 +453,7 @@ class Worker(Actor):
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1)
-        # A Unix process group: kill_group kills children, too; Ctrl-C does not reach it.
+        # A Unix process group: kill_group kills children in it; Ctrl-C does not reach it.
         os.setpgid(0, 0)
 
     @concurrent_endpoint
@@ -483,7 +484,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def kill_group(leader: int) -> None:
-    """Kills a process with its children."""
+    """Kills a process and its group."""
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -612,7 +613,7 @@ async def demo_supervision(report: Report) -> None:
 # Rule. A service owns interchangeable replicas, and gives a request to the one with the fewest in
 #   flight, so that few wait behind a long rollout. An attempt has one of three outcomes:
 #   1. The replica answers. The caller gets the answer, once.
-#   2. The replica is lost (section 5). It is replaced, and another one gets the request.
+#   2. The replica is lost (section 5). It is replaced; another one gets the request, twice at most.
 #   3. The request raises. The exception goes to the caller: another replica would raise it, too.
 # Cost. A request may run again, from its start: repeats must be harmless.
 # The core is `request` and `_ask`. By example, replica 2 is killed: `until_dead` returns, `_ask`
@@ -624,7 +625,7 @@ async def demo_supervision(report: Report) -> None:
 
 
 class ReplicaLost(RuntimeError):
-    """Raised when the replica that serves a request is lost."""
+    """Raised when a replica is lost."""
 
 
 @dataclass
@@ -651,7 +652,7 @@ class Replica:
         async def watch(detector: Awaitable[str]) -> None:
             self.lose(await detector)
 
-        # One detector per process for crashes, one for hangs.
+        # One detector for hangs, and one per process for crashes.
         detectors = [*self.processes.deaths(), until_unresponsive(self.worker, unresponsive_s)]
         watches = [ensure_future(watch(detector)) for detector in detectors]
         try:
@@ -714,7 +715,7 @@ class Service:
         call = ensure_future(replica.worker.run.call(what, *args))
         replica.in_flight[call] = time.time()
         try:
-            # Waits for the answer or a loss, which is checked first: it explains an error.
+            # Waits for the answer or a loss. The loss is checked first: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
                 error = call.exception()
@@ -745,7 +746,7 @@ class Service:
         """Starts one replica, and runs it until it is lost. Raises the error of a failed start."""
         name = f"{self.worker_class.__name__.lower()}_{number}"
         processes = await self.pool.start(self.num_ranks)
-        # Actor names must be unique, even after a loss.
+        # The time tells replacements apart.
         worker = processes.mesh.spawn(f"{name}_{time.monotonic_ns()}", self.worker_class)
         replica = Replica(name, processes, worker)
         try:
@@ -803,7 +804,7 @@ class Pool:
         name = f"process_{time.monotonic_ns()}"
         how = {"bootstrap": self.bootstrap, "bootstrap_command": self.command}
         mesh = this_host().spawn_procs({"rank": num_ranks}, name=name, **how)
-        # A temporary actor returns the process ids, before the replica's own can fail.
+        # A temporary actor returns the process ids, before the replica's actor can fail.
         worker = mesh.spawn(f"{name}_first", Worker)
         ids = await worker.ping.call()
         await worker.stop()
@@ -840,7 +841,7 @@ async def demo_service(report: Report) -> None:
         except (ActorError, ReplicaLost):
             return False
 
-    # 2 ms apart, so around both faults.
+    # Sends a request every 2 ms, for 0.8 s.
     num_right = sum(await gather(*[is_right(number) for number in range(400)]))
     await service.until_ready(4)
     report.check("requests of 400 with the right answer", num_right, "==", 400)
@@ -1078,7 +1079,7 @@ def create_arena(layout: Layout, num_readers: int) -> tuple[ArenaHandle, Arena]:
     """Returns a handle, which is valid while its arena lives, and the arena."""
     last = layout[-1]
     slot_bytes = ceil((last.offset + last.num_bytes) / mmap.PAGESIZE) * mmap.PAGESIZE
-    # A file in memory without a name: unlike one in /dev/shm it cannot be left behind.
+    # A file in memory, in no folder: unlike one in /dev/shm it cannot be left behind.
     descriptor = os.memfd_create("weights")
     os.ftruncate(descriptor, Arena.HEADER_BYTES + (num_readers + 2) * slot_bytes)
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -1112,9 +1113,9 @@ class ReaderWorker(Worker):
         arena = self.reader.arena
         for _ in range(num_reads):
             version = self.reader.pull(at_least=0)
-            if not keeps_lease:  # as if unleased
+            if not keeps_lease:  # clears the lease
                 arena.words[Arena.LEASES + self.reader.reader] = Arena.NOTHING
-            # The tensor copied last shows an early commit; the others, after a wait, an overwrite.
+            # The tensor copied last shows an early commit. Later, the others show an overwrite.
             *others, last = self.reader.tensors.values()
             is_torn = bool((last != version).any())
             while arena.words[Arena.LATEST] // arena.num_slots < version + num_versions:
@@ -1191,7 +1192,7 @@ async def demo_weight_sync(report: Report) -> None:
 #   same slot, and a reader can view any box of it. If several ranks hold a box, one writes it.
 # Cost. A box of columns is not contiguous, so a rank writes it row by row.
 #
-# Only trainers of Part II shard; only the demo reads columns.
+# Trainers of Part II shard rows. Only the demo reads columns.
 #
 # By example, a matrix of 5 x 23. The last shard may be smaller, or empty:
 #
@@ -1243,7 +1244,7 @@ class ShardedWriter(WeightWriter):
         slot = torch.tensor([self.arena.free_slot()])
         dist.broadcast(slot, 0, self.group)  # rank 0 decides: leases may change meanwhile
         self.write(self.arena.slots[int(slot)])
-        dist.barrier(self.group)  # all have written
+        dist.barrier(self.group)  # all ranks have written
         if self.rank == 0:
             self.arena.commit(version, int(slot))
 
@@ -1301,7 +1302,7 @@ async def demo_reshard(report: Report) -> None:
     handle = service.replicas[0].result
     written_bytes = await service.replicas[0].worker.run.call("publish")
 
-    # Views two readers' columns: side by side, the whole.
+    # Joins the columns of two readers to the whole.
     arena = Arena(handle)
     _, slot = arena.lease(0)
     expected = example()
@@ -1439,13 +1440,13 @@ class RetryTask(Task):
 
 @dataclass
 class Episode:
-    """One conversation in lists, for messages. ids, turn_of and logprobs: [T] each."""
+    """One conversation, in plain lists. ids, turn_of and logprobs: [T] each."""
 
     prompt: Prompt
     version: int = 0  # of the weights that sampled its first turn
     ids: list[int] = field(default_factory=list)
     turn_of: list[int] = field(default_factory=list)  # from 1; 0: not sampled
-    logprobs: list[float] = field(default_factory=list)  # 0.0 where it was not sampled
+    logprobs: list[float] = field(default_factory=list)  # 0.0: not sampled
     responses: list[str] = field(default_factory=list)  # of each turn
     truncated: list[bool] = field(default_factory=list)  # of each turn: has no end
     rewards: list[float] = field(default_factory=list)  # of each turn, once scored
@@ -1457,8 +1458,8 @@ class Episode:
 
     def add_prompt(self, ids: list[int]) -> None:
         """Appends unsampled tokens; does not repeat an end token that was sampled."""
-        # A later turn begins with the previous response's end: <e> <u> u u u <e> <a>. Sampled, it
-        # is not repeated; a truncated response has no end, even if its last token is equal.
+        # A later turn begins with the previous response's end: <e> <u> u u u <e> <a>. A sampled
+        # end is not repeated. A truncated response has no end, even if its last token is equal.
         is_truncated = self.truncated[-1:] == [True]
         if self.ids[-1:] == ids[:1] and not is_truncated:
             ids = ids[1:]
@@ -1475,7 +1476,7 @@ class Episode:
 
 def tiny_policy(seed: int) -> tuple[Any, Any]:
     """Returns (tokenizer, model): a Qwen2 of 30 thousand parameters, with a token per letter."""
-    import transformers  # here: it takes a second, and only processes with a policy need it
+    import transformers  # takes a second; only processes with a policy need it
 
     # A prompt: <user>abc<end><assistant>.
     tokens = ["<user>", "<assistant>", "<end>", *LETTERS]
@@ -1539,7 +1540,7 @@ class Policy:
         "<end><user>def<end><assistant>".
         """
         earlier = [message for past in turns[:-1] for message in (*past.messages, RESPONSE)]
-        # Appended here: the template would add an end token.
+        # The template would add an end token to RESPONSE.
         before = (self.render(earlier[:-1], True) + RESPONSE["content"]) if earlier else ""
         return before, self.render([*earlier, *turns[-1].messages], True)
 
@@ -1664,7 +1665,7 @@ def respond(
 
     turn: from 1.
     """
-    rows = episodes  # episodes without an end
+    rows = episodes  # episodes that still sample
     # Each turn reads the conversation again, because rows have left the last decoder.
     decoder = policy.decoder([episode.ids for episode in rows])
     for number in range(policy.max_new_tokens):
@@ -1715,7 +1716,7 @@ def rollout(
             # The oldest version counts: later turns may be sampled by newer weights.
             if turn == 0:
                 episode.version = version
-            # The episodes of a group are adjacent, and share a Prompt.
+            # Adjacent episodes may share a Prompt: its ids are made once.
             if episode.prompt is not prompt:
                 prompt = episode.prompt
                 ids = policy.prompt_ids(prompt, turn)
@@ -1889,7 +1890,7 @@ def decoupled(logp: Any, old_logprobs: Any, prox_logprobs: Any, A: Any, cfg: Con
     """Returns the loss of AReaL (Fu 2025): one ratio weighs a sample, another is clipped.
 
     The weight, prox / old, is a constant. The clip applies to now / prox, which is 1 until the
-    first update. With `ppo` a stale token may be beyond the clip before that: no gradient.
+    first update. With `ppo` a stale token may start beyond the clip, without a gradient.
     """
     weight = ratio_of(prox_logprobs, old_logprobs).clamp(max=MAX_RATIO)
     return weight * ppo(logp, prox_logprobs, prox_logprobs, A, cfg)
@@ -1917,7 +1918,7 @@ class StepStats:
     """Statistics of one update. Means are over sampled tokens that were trained."""
 
     num_tokens: int  # trained or not
-    loss: float  # ppo: near 0, as A sums to 0; its gradient, A grad log p, is not
+    loss: float  # ppo: near 0, as A sums to 0 in a group; its gradient is not
     entropy: float  # nats per token; at 0 the policy is deterministic
     k3: float  # between recorded and recomputed log-probabilities
     grad_norm: float  # before clipping to 1
@@ -1949,8 +1950,8 @@ class Learner:
         """Returns the advantage of each token of each episode; 0 where it was not sampled.
 
         A turn is worth its rewards to go, its own and later ones: with [0.5, 0.2], 0.7 and 0.2. It
-        is compared with the same turn of other episodes in the group. If none has it, a baseline
-        leaves 0.
+        is compared with the same turn of other episodes in the group. If no other has the turn,
+        a baseline leaves 0.
         """
         per_token = []
         for group in groups_of(episodes):
@@ -1979,7 +1980,7 @@ class Learner:
             # The mean over the tokens of the step, in parts: gradients add up.
             (loss.sum() / batch.num_tokens).backward()
             per_token.append(torch.stack([loss, entropy, k3(batch.old_logprobs, logp)]).detach())
-        # Scales the gradients down to norm 1, and returns the norm before.
+        # Clips the norm of the gradients to 1, and returns the norm before.
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         # One NaN would spoil all weights, so such an update is skipped.
         if math.isfinite(grad_norm):
@@ -2136,7 +2137,7 @@ async def demo_losses(report: Report) -> None:
 # Problem. Sampling, scoring and updating run in different processes, which need each other's
 #   results in the right order, with the right weights.
 # Rule. One loop, one thing at a time. Generators wait for the newest version before they sample,
-#   and no step is made meanwhile, so staleness is 0. `Progress` accounts for every group.
+#   and no step is made meanwhile, so staleness is 0. `Progress` counts every group.
 # Cost. Each side waits while the other works (section 12).
 #
 # In one process ten lines suffice, after `from monarch_rl import *`:
@@ -2294,7 +2295,7 @@ class Progress:
     num_drawn: int = 0  # next prompt number, not a count
     # Numbers of prompts at a generator, reward worker, buffer or trainer.
     in_flight: set[int] = field(default_factory=set)
-    # dropped: too old, left at the end (Part II: equal); lost: no rewards, too long, failed
+    # dropped: too old, left at the end (Part II: equal rewards); lost: no rewards, too long, failed
     ended: dict[str, int] = field(default_factory=lambda: dict(trained=0, dropped=0, lost=0))
 
     def end(self, how: str, numbers: set[int]) -> None:
@@ -2376,7 +2377,7 @@ class Run:
         """Returns groups to train on. Prompts without rewards count as lost."""
         part = partial(self.sample_and_score, group_size=self.cfg.group_size, seed=self.cfg.seed)
         groups = await scatter_gather(prompts, num_parts, part)
-        # Not by part: a resumed run (Part II) draws a batch cut by a signal again, whole.
+        # Counts once all parts end: a resumed run (Part II) draws an unfinished batch again.
         self.progress.end("lost", {prompt.number for prompt in prompts} - numbers_of(groups))
         return groups
 
@@ -2384,7 +2385,7 @@ class Run:
         self, prompts: list[Prompt], group_size: int, seed: int | None
     ) -> list[Group]:
         """Returns groups of scored episodes, or none if a request fails."""
-        # Splits again: a request has at most 64 prompts and 512 rows, to bound KV caches.
+        # To bound KV caches, a request has at most 64 prompts and 512 rows, or one group.
         size = max(1, min(64, 512 // group_size))
         try:
             episodes = await scatter_gather(
@@ -2403,19 +2404,19 @@ class Run:
         for members, rewards in zip(sampled, scores, strict=True):
             scored = []
             for episode, reward in zip(members, rewards):
-                if isinstance(reward, str):  # Part II: why there is none
+                if isinstance(reward, str):  # Part II: an error
                     self.note_error(reward)
                 else:
                     episode.rewards = reward
                     scored.append(episode)
-            # One episode alone has nothing to be compared with.
+            # A group of one has no baseline (`evaluate` needs none).
             if len(scored) >= min(2, group_size):
                 groups.append(scored)
         return groups
 
     async def request_rollout(self, episodes: list[Episode], seed: int | None) -> list[Episode]:
         """Makes one request. Returns the episodes that fit the context."""
-        # One per turn and first prompt of a run, < 2^63: a repeated request has the same.
+        # A repeated request has the same seed. The seeds of a run differ, and are < 2^63.
         if seed is not None:
             turn = len(episodes[0].responses)
             seed = seed % 10**9 * 1_000_000_007 + turn * 500_000_003 + episodes[0].prompt.number
@@ -2469,7 +2470,7 @@ def training_prompts(task: Task, first: int = 0) -> Iterator[Prompt]:
 def held_out_prompts(task: Task, num_prompts: int) -> list[Prompt]:
     """Returns at most num_prompts held-out prompts of a task, each once."""
     by_text: dict[str, Prompt] = {}
-    # Enough prompts if one in ten is held out, or 5 % of a file's lines.
+    # About 3,000 are held out. A file may hold out fewer, or none.
     for number in range(30_000):
         prompt = task.prompt(number)
         if prompt.is_held_out:
@@ -2487,7 +2488,7 @@ def demo_config(cfg: Config) -> Config:
 
 
 async def begin_demo(report: Report) -> Run:
-    """Returns a run whose policy has a held-out accuracy near 0.07."""
+    """Returns a run whose policy has a held-out accuracy near 0.07 (seed 0)."""
     run = Run(demo_config(report.cfg), report.pool, unresponsive_s=2.0)
     await run.begin()
     # A head start: 60 supervised steps (Part II), published as version 0.
@@ -2585,7 +2586,7 @@ async def generating(
 
 
 class ReplayBuffer:
-    """A queue of groups with bounded staleness. Each group is used once.
+    """A queue of groups with bounded staleness. Each group is used at most once.
 
     One event loop runs all methods, so they need no thread lock.
     """
@@ -2706,6 +2707,7 @@ class Flags(Config):
     sft_steps: int = 0  # supervised steps before RL
     reward_deadline: float = 60.0  # seconds to score a group
     preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
+    gradient_checkpointing: bool = False  # less memory, a third more time in the trainer
     checkpoint: str = ""  # folder from which the same command resumes
     save_every: int = 20  # steps between checkpoints
     eval_every: int = 0  # 0: only before and after
@@ -2716,10 +2718,10 @@ class Flags(Config):
 
 # == YOUR OWN DATA ====
 # Problem. Templates differ, data has wrong lines, reward functions raise, hang and leave children.
-# Rule. A wrong line of --task ends the command before a process starts. Rewards come from a process
-#   that is killed after a deadline: in a generator, rollouts would end, too. Episodes without a
-#   reward are left out: 0 would punish them.
-# Cost. Two processes per reward worker: one computes, one guards it.
+# Rule. A wrong line of --task ends the command before a process starts. The task scores in
+#   a process that is killed after a deadline. Killing a generator would end its rollouts. Training
+#   skips episodes without a reward: 0 would punish them.
+# Cost. More processes per reward worker: one computes, one guards it.
 #
 # By example, {"prompt": "17 + 25 = ?", "answer": 42} in sums.jsonl:
 #
@@ -2756,7 +2758,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # listed, not raised
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # lists mismatches
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
         if "keys" in kind and names:  # missing_keys, ...
@@ -2774,7 +2776,7 @@ class HubPolicy(Policy):
             self.tokenizer, self.model = pretrained(cfg.model, dtype)
         self.model.to(cfg.device or "cpu")
         self.device = self.model.device
-        # For the tiny policy. Buffers stay: rotary positions need float32.
+        # Casts the tiny policy. Buffers stay: rotary positions need float32.
         for weight in self.model.parameters():
             weight.data = weight.data.to(dtype)
         config = self.model.config.get_text_config()
@@ -2786,7 +2788,7 @@ class HubPolicy(Policy):
         self.max_new_tokens = cfg.max_new_tokens or min(256, self.context // 2)
         if self.max_new_tokens >= self.context:
             raise UsageError(f"--max-new-tokens: the context has {self.context} tokens")
-        self.has_chunks = False  # ON GPUS: logits in chunks; `verify` decides
+        self.has_chunks = False  # logits in chunks; `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: Any = None
         self._read_template()
@@ -2816,7 +2818,7 @@ class HubPolicy(Policy):
         return called("the chat template", super().render, messages, add_generation_prompt)
 
     def prompt_ids(self, prompt: Prompt, turn: int) -> list[int]:
-        """Returns the ids that a turn appends. Raises UsageError if the template changes text."""
+        """Returns the ids that a turn appends. Raises UsageError if user text would change."""
         *earlier, last = prompt.turns[: turn + 1]
         before, text = self.render_turn((*earlier, last))
         if not text.startswith(before):
@@ -2841,7 +2843,7 @@ class HubPolicy(Policy):
         return [i for piece in pieces for i in self.tokenize(piece)]
 
     def response_text(self, episode: Episode, turn: int) -> str:
-        """Returns text, with the special tokens of a thought. The prompt may end with <think>."""
+        """Returns text; beside a thought, special tokens stay. The prompt may end with <think>."""
         start = episode.turn_of.index(turn)
         prompt = self.tokenizer.decode(episode.ids[:start][-9:])  # enough for "<think>\n"
         opening = "<think>" if prompt.rstrip().endswith("<think>") else ""
@@ -2850,7 +2852,7 @@ class HubPolicy(Policy):
         return text if re.search(THOUGHT, text) else super().response_text(episode, turn)
 
     def decoder(self, rows: list[list[int]]) -> Decoder:
-        """Returns a GraphDecoder (ON GPUS): that of the last call, if large enough."""
+        """Returns a GraphDecoder on GPUs: that of the last call, if large enough."""
         prefilled = super().decoder(rows)
         if not self.has_graphs:
             return prefilled
@@ -2896,7 +2898,7 @@ class WordTask(Task):
     def grade(self, answer: str, response: str) -> float:
         if response.strip() == answer:
             return 1.0
-        # 1 / (2 * the number of words) if the first is right: 1 / 2 for "Apple."
+        # If the first of n words is right: 1 / (2 * n), 1 / 2 for "Apple."
         words = re.findall(r"\w+", response.lower())
         return (words[:1] == [answer]) / max(1, len(words)) / 2
 
@@ -3001,7 +3003,7 @@ def load_python(spec: str) -> Any:
             f'{spec}: not FILE.py:NAME; a data set, as --task: ds.to_json("FILE.jsonl")'
         )
     sys.path.append(str(file.parent))  # last, so it hides no module
-    # Workers add it to sys.path, to unpickle answers. --task, loaded last, overrides --reward.
+    # Local workers add it to sys.path to unpickle answers. --task, loaded last, overrides --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3081,14 +3083,14 @@ class UserProcess:
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
-            # No variable for the future: with its error it is a cycle, which would keep `self`.
-            # 2 s more: late coroutines time out alone.
+            # A variable for the future would make a cycle with its error, and keep `self`.
+            # 2 s more than `awaited` gives a coroutine.
             return self.executor.submit(call_task, self.cfg, method, groups).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
             reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
             print(reason)
         self.kill()
-        if len(groups) > 1:  # one by one: only the cause is not scored
+        if len(groups) > 1:  # one by one: only the cause gets no score
             return [self.call(method, [group])[0] for group in groups]
         return [[reason] * len(groups[0])]
 
@@ -3102,13 +3104,13 @@ class UserProcess:
 
 def guard() -> None:
     """Forks. The child computes. When it or the worker ends, the parent kills the rest."""
-    os.setpgid(0, 0)  # `kill_group` of the worker spares it
+    os.setpgid(0, 0)  # `kill_group(worker)` spares this process
     # PR_SET_CHILD_SUBREAPER: adopts orphans.
     ctypes.CDLL(None).prctl(36, 1)
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        # As in a script: programs import from their folder, and a start method can be set.
+        # As in a script, programs import from their folder, and may set a start method.
         environ.pop("PYTHONSAFEPATH", None)
         multiprocessing.set_start_method(None, force=True)
         return
@@ -3126,13 +3128,13 @@ RUNNER = asyncio.Runner()  # one event loop: HTTP clients that a task keeps are 
 
 
 def call_task(cfg: Flags, method: str, groups: list[Conversations]) -> list[Any]:
-    """Returns results of groups, up to the first without coroutines."""
+    """Returns results of groups; stops after one without coroutines."""
     results: list[Any] = []
     for group in groups:
         results.append([result_of(cfg, method, *episode) for episode in group])
         if not is_awaitable(results[-1]):
             break
-    # Runs after the plain calls: their own asyncio.run would fail inside a running loop.
+    # Plain calls come first: their own asyncio.run would fail inside a running loop.
     results = RUNNER.run(awaited(results, cfg.reward_deadline))
     return [
         [converted(method, result, prompt) for (prompt, _), result in zip(group, each)]
@@ -3203,13 +3205,13 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 # Rule. A checkpoint is one file: weights and moments in fp32, which prompts were drawn and which
 #   were in flight, and the log. It gets its name once it is synced to disk. No random state is
 #   saved: prompts' numbers are the seeds.
-# Cost. Three files of 12 bytes per parameter (a weight, two moments): two, and the next.
+# Cost. Three files, two and the next, of 12 bytes per parameter (a weight, two moments).
 #
 # By example, a checkpoint after step 40, and a crash during step 47:
 #
 #   weights, moments    of step 40: steps 41 to 46 are made again
 #   prompts in flight   at step 40: sampled again, before others
-#   synchronous         equal bit for bit, with as many generators (seeds) and cores (sums)
+#   synchronous         on CPUs equal bit for bit, with as many generators (seeds) and cores (sums)
 #   asynchronous        the same prompts are drawn; samples and their order differ
 
 
@@ -3249,7 +3251,7 @@ async def with_restarts(
                 raise CancelledError from error
             await sleep(1)  # the trainer's crash is noticed after its effects on generators
             num_losses[first] += 1
-            # Without a lost trainer, ActorError is a bug.
+            # If the trainer lives, ActorError would recur.
             trainer_is_lost = isinstance(run.trainer.error, ReplicaLost)
             is_bug = isinstance(error, ActorError) and not trainer_is_lost
             if is_bug or num_losses[first] == 5:
@@ -3345,7 +3347,7 @@ class Checkpoints:
         except ActorError as error:
             print(f"step {run.version} is not saved: {cause_of(error)}")
             return False
-        # Also unfinished ones of killed commands.
+        # Deletes older and unfinished checkpoints.
         for old in [*self.paths()[2:], *self.folder.glob("step_*.new")]:
             old.unlink()
         return True
@@ -3441,7 +3443,7 @@ def restore(trainer: Trainer, path: str) -> None:
     model = learner.policy.model
     state_dict.set_model_state_dict(model, state.pop("weights"), options=options)
     load = state_dict.set_optimizer_state_dict
-    if trainer.version:  # before the first step there are no moments
+    if trainer.version:  # moments of version 0 are zeros, with step 1
         load(model, learner.optimizer, state["moments"], options=options)  # mechanism: recovery
     for group in learner.optimizer.param_groups:
         group["lr"] = learner.cfg.lr  # the flag may have changed
@@ -3521,7 +3523,7 @@ async def do_command(checkpoints: Checkpoints, flags: Flags, run: UserRun) -> Re
     model = checkpoints.folder / "model"
     if cfg.checkpoint and cfg.model and run.version == 0 and not model.is_dir():
         await run.trainer.request(export, f"{model}.new")
-        await asyncio.to_thread(os.sync)  # on disk before it gets its name
+        await asyncio.to_thread(os.sync)  # before the folder gets its name
         os.replace(f"{model}.new", model)
     figures = await train_and_evaluate(run, checkpoints) if cfg.train else {}
     if cfg.evaluate:
@@ -3555,7 +3557,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
 
 async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, float | None]:
     """Prints held-out accuracy (greedy, pass@1, pass@k) and the mean reward."""
-    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}  # evaluate sets it
+    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}  # set by `evaluate`
     right = []
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
@@ -3588,16 +3590,16 @@ class UserRun(Run):
             self.trainer, setup_args=(cfg, learner, self.version), num_ranks=cfg.trainers
         )
         self.min_groups = cfg.trainers
-        reader: Any = BlockReader if cfg.device == "cuda" else WeightReader  # see ON GPUS
+        reader: Any = BlockReader if cfg.device == "cuda" else WeightReader
         if hosts:
-            reader = partial(relayed_reader, hosts.outlet, reader)  # 16a
+            reader = partial(relayed_reader, hosts.outlet, reader)
         # The GPUs of a worker host are for generators only.
         load = partial(load_policy, dtype=dtype_of(cfg), num_before=0 if hosts else cfg.trainers)
         self.generators = replace(
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # 20 requests in a row without a reward end a run, or its first 8, or 2 evaluations.
+        # 20 requests in a row without a reward end a run; 8 at its start, 2 without --train.
         self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 12
         self.set_task(user_task(cfg))
         if (cfg.train or cfg.sft_steps) and all(
@@ -3681,7 +3683,7 @@ class UserRun(Run):
         super().note_error(reason)
 
     async def step(self, groups: list[Group]) -> None:
-        await finished(self.step_and_log(groups))  # else a cancelled step has no row
+        await finished(self.step_and_log(groups))  # a cancelled step still gets its row
 
     async def step_and_log(self, groups: list[Group]) -> None:
         await super().step(groups)
@@ -3757,7 +3759,7 @@ def step_line(rows: list[Record], num_steps: int) -> str:
     for name in ("dropped", "lost", "truncated", "too_long", "not_scored"):
         if row[name]:
             line += f"  {name} {row[name]:.3g}"
-    # A median ignores evaluations and resumes.
+    # A median ignores rare evaluations and resumes.
     step_s = median([b["time"] - a["time"] for a, b in pairwise(rows[-11:])] or [0])
     minutes = step_s * (num_steps - row["step"]) / 60
     if minutes > 1:
@@ -3786,7 +3788,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Copies replace the fp32 weights. Casts save no tensors: all backward passes share them.
+        # Copies replace the fp32 weights. A cast saves no tensors, so backward passes can share it.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3809,8 +3811,8 @@ class UserLearner(Learner):
         return list(range(len(advantage))) if keeps_all else rows
 
     def partition(self, rows: list[int], episodes: list[Episode]) -> list[list[int]]:
-        # FSDP gathers a layer on all ranks at once, so all need equally many parts, as `longest`
-        # has. Two ranks, lengths 9 8 7 6 5: `longest` 9 | 7; rank 0 has 9 | 7 5, rank 1 8 | 6.
+        # FSDP gathers a layer on all ranks at once, so every rank cuts where `longest` is cut.
+        # Two ranks, lengths 9 8 7 6 5: `longest` is 9 | 7, rank 0 has 9 | 7 5, rank 1 8 | 6.
         mine = iter(rows[self.rank :: self.num_ranks])
         longest = rows[:: self.num_ranks][: len(rows) // self.num_ranks]
         parts = [list(islice(mine, len(part))) for part in super().partition(longest, episodes)]
@@ -3827,17 +3829,19 @@ def whole_state(policy: Policy) -> Record:
 
 
 def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
-    """Makes the parts of a trainer rank: see below, ON GPUS, 14, 15."""
+    """Makes the learner and the writer of a trainer rank."""
     rank = current_rank().rank
     dtype = dtype_of(cfg)
     policy = load_policy(cfg, rank, torch.float32)
     verify(policy)
+    if cfg.gradient_checkpointing:
+        recompute_activations(policy)
     if cfg.trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
         place = f"file://{meeting_file}"
         dist.init_process_group(backend, place, rank=rank, world_size=cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    plain = replace(cfg, advantage="none")  # without a critic
+    plain = replace(cfg, advantage="none")  # sft needs no critic
     sft(UserLearner(policy, plain, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
@@ -3894,7 +3898,7 @@ def shard(model: torch.nn.Module, num_ranks: int, dtype: torch.dtype) -> None:
         sharded: Any = fsdp.fully_shard(unit, mesh=mesh, mp_policy=precision)
         # A sum, because losses are divided by the global token count.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports only sum
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
 
 def user_scorer(cfg: Flags) -> Callable[[str, list[Conversations]], list[Any]]:
@@ -3943,7 +3947,7 @@ def sft(learner: Learner, prompts: Iterator[Prompt], num_steps: int) -> None:
     student.policy = copy.copy(learner.policy)
     student.policy.temperature = 1.0
     student.cfg = replace(learner.cfg, loss="reinforce", entropy=0.0)
-    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # RL has more noise
+    student.optimizer = torch.optim.Adam(learner.weights, 2 * learner.cfg.lr)  # SFT has less noise
     size = 4 * learner.cfg.prompts_per_step
     # At least one prompt in ten must fit.
     right = right_episodes(learner.policy, islice(prompts, 10 * size * num_steps))
@@ -3968,7 +3972,7 @@ OF_COMMAND = "stage only train evaluate export hosts worker checkpoint log sampl
 
 
 def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
-    """Adds the flags of --checkpoint, checked like given ones."""
+    """Adds the flags of --checkpoint, parsed like given ones."""
     folder = given.get("checkpoint", "")
     file = Path(folder, "flags.json")
     if not folder:
@@ -3998,7 +4002,7 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
 # Cost. Memory of idle processes.
 
 
-# PR_SET_PDEATHSIG: the process dies with its parent. Monarch sets it after its imports: late.
+# PR_SET_PDEATHSIG: the process dies with its parent. Monarch sets it late, after its imports.
 START = """import ctypes, os, runpy, signal
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -4055,12 +4059,12 @@ def release(worker: Worker) -> None:
 #   a vocabulary of 150,000 take several times 5 GB in fp32.
 # Rule. Move one block, not 300 tensors. Record the kernels of a token once, then replay them.
 #   Compute logits in chunks, and again in the backward pass.
-# Cost. A block of weights on each side, a cache of fixed length. Several trainers have no block.
+# Cost. A block of weights in a trainer of one rank and each generator; a cache of fixed length.
 #
 #   trainer     weights --cast--> block --one copy, beside the next step--> slot
 #   generator   slot --one copy--> block, of which its weights are views
 #
-# Trainer rank r computes on GPU r, generator i on GPU trainers + i, modulo their number.
+# Trainer rank r uses GPU r, generator i GPU trainers + i (--hosts: GPU i), modulo their number.
 
 
 def device_of(cfg: Flags) -> str:
@@ -4093,7 +4097,7 @@ def pin(arena: Arena) -> None:
 
 
 class BlockWriter(WeightWriter):
-    """`publish` casts the weights into a block, in any dtype. Then they may change."""
+    """`publish` casts the weights into a block, in any dtype. The weights may change then."""
 
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
@@ -4154,7 +4158,7 @@ class GraphDecoder(Decoder):
         self.cache = Cache(layers=layers)
         self._pass()  # warms up the libraries
         self.graph = torch.cuda.CUDAGraph()
-        # A stream of this GPU, which `stream` leaves if a capture fails. Other threads may go on.
+        # The stream is on this GPU, and is left if the capture fails. Other threads may use CUDA.
         how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
         with torch.cuda.stream(how["stream"]), torch.cuda.graph(self.graph, **how):
             self.recorded = self._pass()
@@ -4192,6 +4196,17 @@ class GraphDecoder(Decoder):
         self.rows = self.rows[rows]
 
 
+def recompute_activations(policy: Policy) -> None:
+    """Keeps only the inputs of layers; the backward pass computes each layer again."""
+    from torch.utils.checkpoint import checkpoint
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in policy.model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            # Not by transformers, whose layers recompute in training mode alone: with dropout.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[Tensor, Tensor]:
     """Computes Policy.token_logprobs in chunks of tokens.
 
@@ -4222,7 +4237,7 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
     try:
         pairs = policy.forward(ids[:, :-1], use_cache=False, logits_to_keep=columns)
     finally:
-        del head.forward  # restores that of its class
+        del head.forward  # the class has the original
     return pairs[:, 0], pairs[:, 1]
 
 
@@ -4355,7 +4370,7 @@ async def demo_critic(report: Report) -> None:
 #   responses they prefer, but is right only about responses like those compared. If people want
 #   exactly one a, a network that counts each a is right about "bab" and "bob", but prefers "aaaa".
 # Rule. Penalize the policy's divergence from version 0 (--kl), near which the network is right.
-# Cost. Two more networks, and the policy gains less.
+# Cost. Two more networks, and the learned score rises less.
 #
 # Bradley and Terry (1952): a response with score s is preferred to one with score t with
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
@@ -4508,8 +4523,8 @@ async def demo_reward_model(report: Report) -> None:
 # Problem. Shared memory and signals end at the edge of a machine. A failed host reports nothing,
 #   and remote processes outlive a failed command.
 # Rule. The relay pulls the latest version (section 3) into an arena of its host (section 7), which
-#   its generators read. If a host answers no ping, they are replaced. A Monarch host without pings
-#   is killed, and a new one started.
+#   its generators read. If a host answers no ping, its generators are replaced. A Monarch host
+#   without pings is killed, and a new one started.
 # Cost. At most one transfer per version and host, and the work of a lost host.
 #
 #   machine of the command          worker host
@@ -4546,7 +4561,7 @@ class Outlet(Actor):
 
     def __init__(self) -> None:
         self.handle: ArenaHandle | None = None
-        self.num_transfers: Counter[tuple[int, str]] = Counter()  # of each version to each host
+        self.num_transfers: Counter[tuple[int, str]] = Counter()  # by version and host
 
     @endpoint
     async def lease(
@@ -4576,7 +4591,7 @@ def relayed_reader(
     tensors: Weights,
 ) -> WeightReader:
     """Returns a reader of this host's arena. The first call creates it, and the relay."""
-    # A file per trainer arena: the handle of the local one.
+    # One file per trainer arena has the handle of the local one.
     with open(Path(environ[HOST_FOLDER], handle.path.replace("/", "_")), "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if not os.fstat(file.fileno()).st_size:  # the first call
@@ -4591,7 +4606,7 @@ def relayed_reader(
 
 # -- 16b. On a worker host ---
 
-SILENCE_S = 5.0  # a host is lost after this time without a ping or answer
+SILENCE_S = 5.0  # a host that has answered is lost after this silence
 
 
 def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -4642,7 +4657,7 @@ run_worker_loop_forever(address={url!r}, ca="trust_all_connections")"""
             time.sleep(0.1)
             try:
                 silent_s = time.time() - pinged.stat().st_mtime
-            except FileNotFoundError:  # by `end_host`
+            except FileNotFoundError:  # `end_host` ran
                 silent_s = math.inf
             if silent_s > SILENCE_S:
                 host.kill()
@@ -4702,7 +4717,7 @@ class HostPool(Pool):
         deadline = time.monotonic() + 12 * SILENCE_S
         while True:
             urls = {*urls_in(self.folder)} - self.silent
-            if time.monotonic() > deadline:  # lost hosts had time to return: others take over
+            if time.monotonic() > deadline:  # others take over for hosts that did not return
                 urls -= {url for url in urls if self.lost[url].done()}
             for url in urls:
                 has_room = self.started[url] < self.num_processes / len(urls)
@@ -4731,9 +4746,9 @@ class HostPool(Pool):
 
 @stage(instead="version, slot = divmod(self.arena.words[0], self.arena.num_slots)")
 async def demo_hosts(report: Report) -> None:
-    """A host costs one transfer per version. No read is torn, though a host is lost."""
+    """A host costs at most one transfer per version. No read is torn, though a host is lost."""
     folder = Path(tempfile.mkdtemp(dir=report.folder))
-    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')"  # a program, as --worker
+    serve = "__import__({!r}).serve_worker({!r}, 'tcp://127.0.0.{}')"  # what --worker runs
     workers = [start_python(serve.format(THIS_FILE.stem, str(folder), n)) for n in (2, 3)]
     while len(urls_in(folder)) < 2:
         await sleep(0.01)
@@ -4750,10 +4765,10 @@ async def demo_hosts(report: Report) -> None:
 
     publishing = ensure_future(publish())
     await service.begin()
-    read = partial(service.request, "read", 25, 1, True)  # 25 reads, of 1 publish, leased
+    read = partial(service.request, "read", 25, 1, True)  # 25 leased reads of 1 publish
     reading = gather(read(), read())
     await sleep(0.1)
-    await service.replicas[0].processes.kill()  # its host: two replicas
+    await service.replicas[0].processes.kill()  # a host of two replicas
     answers = await reading
     await service.until_ready(4)
     answers += await gather(read(), read())
@@ -4780,7 +4795,7 @@ ENVIRONMENT = {
     "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "1d",
     "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": "1d",
     "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "1d",
-    "OMP_NUM_THREADS": "1",  # more processes than cores
+    "OMP_NUM_THREADS": "1",  # processes share the cores
     "PYTHONSAFEPATH": "1",  # a math.py here does not replace Python's
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -4995,7 +5010,7 @@ def main(argv: list[str] | None = None) -> int:
             serve_worker(cfg.worker, this_url())
         if cfg.hosts:
             monarch.actor.enable_transport(this_url() + ":0")
-        monarch.actor.unhandled_fault_hook = lambda failure: None  # by default it exits
+        monarch.actor.unhandled_fault_hook = lambda failure: None  # the default exits
         return asyncio.run(run_command(cfg))
     except (UsageError, argparse.ArgumentError) as error:
         print(f"monarch_rl.py: {error}", file=sys.stderr)
