@@ -1691,8 +1691,9 @@ def test_a_reward_function_is_called_turn_by_turn() -> None:
 
 def recipe(folder: Path, package: str, spec: str) -> m.Config:
     pytest.importorskip(package)
-    _, _, text = DOCS.partition(f".py, for --task {spec}")
-    (folder / spec.partition(":")[0]).write_text("#" + text.partition("```")[0])
+    file = spec.partition(":")[0]
+    _, _, text = DOCS.partition(f"# {file}, for ")
+    (folder / file).write_text("#" + text.partition("```")[0])
     return replace(CFG, model="x", task=f"{folder}/{spec}")
 
 
@@ -1724,9 +1725,25 @@ def test_the_recipes_for_a_user_and_for_a_tool(tmp_path: Path) -> None:
     assert talk(cfg, "It is 99.", "none", "0", "{}.") == [lower, other, higher, None, [0, 0, 0, 1]]
     assert talk(cfg, "1", "99", "1", "1") == [higher, lower, higher, None, [0, 0, 0, 0]]
     cfg = recipe(tmp_path, "monarch_rl", "tool.py:Calculator")
-    results = [("tool", "14"), ("tool", "error: <class 'ast.Pow'>"), None, [0, 0, 1]]
-    assert talk(cfg, "I write calc(2 * (3 + 4)).", "calc(9 ** 9)", "{}") == results
+    results = [("tool", "84"), ("tool", "error: write calc(12 * 7)"), None, [0, 0, 1]]
+    assert talk(cfg, "I write calc(12 * 7).", "calc(9 ** 9)", "{}") == results
     assert talk(cfg, "It is 1") == [None, [0]]
+
+
+def test_the_recipe_for_a_page(tmp_path: Path) -> None:
+    recipe(tmp_path, "pandas", "page.py")
+    names = "reward response_tokens truncated equal_rewards staleness k3 entropy seconds".split()
+    rows = [{name: 0.25 * i for name in names} | {"step": i, "time": 60 * i} for i in (1, 2, 3)]
+    text = "\n".join(json.dumps(row | {"sample": f"<{row['step']}>"}) for row in rows)
+    (tmp_path / "log").write_text(text)
+    (tmp_path / "json").write_text('{"train": {"heldout": [[0, 0.125], [3, 0.875]]}}')
+    (tmp_path / "flags").write_text('{"model": "", "task": "t<5"}')
+    words = [sys.executable, "page.py", "log", "json", "flags"]
+    page = subprocess.check_output(words, cwd=tmp_path, text=True)
+    assert "<h1>tiny policy, t&lt;5: held-out accuracy 0.125 -&gt; 0.875 in 2.0 minutes" in page
+    assert page.count("<svg") == 6 and "#010203" not in page and "<script" not in page
+    for told in ("held-out accuracy: 0.12 to 0.88, last 0.88", "reward: 0.25 to 0.75, last 0.75"):
+        assert told in page
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
@@ -2653,6 +2670,26 @@ def test_log_probabilities_in_chunks_are_those_of_whole_logits(
         assert torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
+@cases("shape", SHAPES)
+def test_activations_are_computed_again(tmp_path: Path, shape: str) -> None:
+    learned = learner(model=str(model_folder(tmp_path, shape)))
+    (batch,) = batches_of(learned, episodes_of(learned))
+    found = []
+    for recompute in (Mock(), m.recompute_activations):
+        recompute(learned.policy)
+        calls: Counter[Any] = Counter()
+        count = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_, calls=calls: calls.update([module])
+        )
+        with count:
+            logp, _ = learned.policy.token_logprobs(batch.ids, batch.is_sampled)
+            parts = torch.autograd.grad(logp.sum(), learned.weights, allow_unused=True)
+        found.append((max(calls.values()), *[p for p in parts if p is not None]))
+    (once, *one), (twice, *other) = found
+    assert (once, twice) == (1, 2)
+    assert all(map(torch.equal, one, other))  # no dropout: gpt2 and opt have some
+
+
 def test_no_logits_but_those_of_a_chunk_are_alive() -> None:
     """A chunk: 342 tokens."""
     policy = policy_of()
@@ -2885,7 +2922,8 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, swap: Any, trainers: int) 
     swap("dist.init_process_group", of_one)
     swap("shard", lambda model, _, dtype: shard(model, 1, dtype))
     swap("current_rank", lambda: fake(rank=0))
-    cfg = replace(CFG, kl=0.1, trainers=trainers, dtype="bfloat16", sft_steps=2)
+    how: Any = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    cfg = replace(CFG, kl=0.1, trainers=trainers, sft_steps=2, **how)
     (batch,) = batches_of(learner(), episodes_of(learner()))
     one, _ = m.user_learner(cfg, str(tmp_path / "meeting"))
     reference, weight = one.penalty.args
@@ -2895,5 +2933,6 @@ def test_kl_is_0_after_the_warm_start(tmp_path: Path, swap: Any, trainers: int) 
     assert weight == cfg.kl and not one.penalty(batch, seen[0]).any()
     assert m.divergence(policy_of(), 1.0, batch, seen[0]).mean() > 1e-3  # the weights moved
     assert reference.has_chunks and one.policy.has_chunks
+    assert "forward" in vars(one.policy.model.model.layers[0])  # recomputed
     if trainers > 1:
         torch.distributed.destroy_process_group()
