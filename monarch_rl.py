@@ -2707,7 +2707,7 @@ class Flags(Config):
     sft_steps: int = 0  # supervised steps before RL
     reward_deadline: float = 60.0  # seconds to score a group
     preferences: str = ""  # FILE.jsonl: prompt, chosen, rejected
-    gradient_checkpointing: bool = False  # less memory, a third more time in the trainer
+    activations: Literal["keep", "recompute"] = "keep"  # of layers: memory or time
     checkpoint: str = ""  # folder from which the same command resumes
     save_every: int = 20  # steps between checkpoints
     eval_every: int = 0  # 0: only before and after
@@ -3834,7 +3834,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
     dtype = dtype_of(cfg)
     policy = load_policy(cfg, rank, torch.float32)
     verify(policy)
-    if cfg.gradient_checkpointing:
+    if cfg.activations == "recompute":
         recompute_activations(policy)
     if cfg.trainers > 1:
         backend = "cpu:gloo,cuda:nccl" if cfg.device == "cuda" else "gloo"
@@ -4825,6 +4825,7 @@ RENAMED = """
     --output-dir --checkpoint
     --save-steps --save-every
     --eval-steps --eval-every
+    --gradient-checkpointing --activations
     --report-to --log
 """
 
