@@ -87,10 +87,9 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
-from itertools import chain, count, groupby, islice, pairwise, zip_longest
+from itertools import chain, count, groupby, islice, pairwise
 from math import ceil
 from os import environ
 from pathlib import Path
@@ -112,6 +111,7 @@ from monarch.actor import get_or_spawn_controller, this_host, this_proc
 from monarch.rdma import RDMABuffer
 from tabulate import tabulate  # comes with torchmonarch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 THIS_FILE = Path(__file__).resolve()
 Record = dict[str, Any]
@@ -690,9 +690,6 @@ class Service:
         """Waits until num_replicas are ready. Raises self.error."""
         while len(self.ready()) < num_replicas and not self.error:
             await sleep(0.005)
-            for supervisor in self.supervisors:
-                if supervisor.done():
-                    supervisor.result()  # raises an error of `_supervise`
         if self.error:
             raise self.error
 
@@ -718,12 +715,12 @@ class Service:
             # Waits for the answer or a loss. The loss is checked first: it explains an error.
             await wait([call, replica.lost], return_when=asyncio.FIRST_COMPLETED)
             if not replica.lost.done():  # so `call` is done
-                error = call.exception()
-                if error is None:
+                try:
                     return next(iter(call.result().values()))
-                if isinstance(error, ActorError):  # raised by the request itself
-                    raise error
-                replica.lose(cause_of(error))  # any other type: the process has ended
+                except ActorError:  # raised by the request itself
+                    raise
+                except Exception as error:  # any other type: the process has ended
+                    replica.lose(cause_of(error))
             raise ReplicaLost(replica.lost.result())
         finally:
             call.cancel()  # the worker is not interrupted
@@ -996,9 +993,8 @@ class WeightReader:
 
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         # Both sides must agree on each tensor's name, shape, dtype and place.
-        for theirs, ours in zip_longest(handle.layout, layout_of(tensors)):
-            if theirs != ours:
-                raise ValueError(f"the writer has {theirs}, the reader {ours}")
+        if handle.layout != layout_of(tensors):
+            raise ValueError("the writer has other tensors than the reader")
         self.arena = Arena(handle)
         self.reader = reader  # its number, from 0
         self.tensors = tensors
@@ -2791,6 +2787,8 @@ class HubPolicy(Policy):
         self.has_chunks = False  # logits in chunks; `verify` decides
         self.has_graphs = self.device.type == "cuda"
         self.graph: Any = None
+        if not self.tokenizer.chat_template:
+            raise UsageError("--model: no chat template: use an -Instruct model, or add one")
         self._read_template()
 
     def _read_template(self) -> None:
@@ -2908,6 +2906,8 @@ class WordTask(Task):
 
 def lines_of(path: Path) -> Iterator[tuple[str, str]]:
     text = called(str(path), path.read_text, "utf-8-sig")  # without a byte order mark
+    if not text.strip():
+        raise UsageError(f"{path}: no lines")
     # splitlines also cuts at U+2028, which JSON allows.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -2920,6 +2920,8 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         return replace(record, number=number)
     try:
         record = json.loads(record) if isinstance(record, str) else record
+        if "prompt" not in record:
+            raise ValueError(f"no prompt in {record!s:.80}")
         messages = record["prompt"]
         if isinstance(messages, str):
             messages = user_turn(messages, None).messages
@@ -2927,8 +2929,8 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
             raise ValueError("content must be text")
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
-        if not roles or roles[-1] == "assistant":
-            raise ValueError("no question at its end")
+        if not roles or roles[-1] not in ("user", "tool", "system"):
+            raise ValueError(f"no question of a user or tool at its end: roles {roles}")
         answer = record.get("answer")
         # "*" has an empty final part, so an empty response would be right.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
@@ -2972,8 +2974,6 @@ class FileTask(Task):
     def __init__(self, path: str, seed: int, is_graded: bool = True) -> None:
         lines = lines_of(Path(path))
         self.prompts = [prompt_of(0, line, where, is_graded) for where, line in lines]
-        if not self.prompts:
-            raise UsageError(f"--task {path}: no prompts")
         random.Random(seed).shuffle(self.prompts)
 
     def prompt(self, number: int) -> Prompt:
@@ -3002,6 +3002,8 @@ def load_python(spec: str) -> Any:
         raise UsageError(
             f'{spec}: not FILE.py:NAME; a data set, as --task: ds.to_json("FILE.jsonl")'
         )
+    if not file.is_file():
+        raise UsageError(f"{spec}: no file {file}")
     sys.path.append(str(file.parent))  # last, so it hides no module
     # Local workers add it to sys.path to unpickle answers. --task, loaded last, overrides --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
@@ -3087,8 +3089,7 @@ class UserProcess:
             # 2 s more than `awaited` gives a coroutine.
             return self.executor.submit(call_task, self.cfg, method, groups).result(limit_s + 2)
         except Exception as error:  # too late, or the process died
-            reason = f"no {method}, limit {limit_s:g} s: {place_of(error)}"
-            print(reason)
+            reason = f"no {method} (--reward-deadline {limit_s:g}): {place_of(error)}"
         self.kill()
         if len(groups) > 1:  # one by one: only the cause gets no score
             return [self.call(method, [group])[0] for group in groups]
@@ -3097,6 +3098,7 @@ class UserProcess:
     def kill(self) -> None:
         if self.pid:
             kill_group(self.pid)
+            self.executor.shutdown()  # removes its semaphores from /dev/shm
         self.pid = None
 
     __del__ = kill  # when its worker ends
@@ -3184,18 +3186,16 @@ def converted(method: str, result: Any, prompt: Prompt) -> Any:
 
 
 def rewards_from(result: Any, num_turns: int) -> list[float]:
-    if hasattr(result, "tolist"):  # tensor or array
-        result = result.tolist()
     # A single number is the reward of the last turn.
     if not isinstance(result, (list, tuple)):
         result = [0.0] * (num_turns - 1) + [result]
     for part in result:
         if isinstance(part, BaseException):
             raise part
-    rewards = [float(reward) for reward in result]
+    rewards = [float(reward) for reward in result if hasattr(reward, "__float__")]
     # Sums must be finite in float32.
     if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
-        raise ValueError(f"not {num_turns} finite rewards: {result!r:.80}")
+        raise ValueError(f"{result!r:.80}: not one finite number for each of {num_turns} turns")
     return rewards
 
 
@@ -3405,9 +3405,6 @@ def export(trainer: Trainer, folder: str) -> None:
     state = whole_state(policy)
     if current_rank().rank > 0:
         return
-    # Removes files of an older export in another format.
-    for stale in ("model.safetensors.index.json", "pytorch_model.bin"):
-        Path(folder, stale).unlink(missing_ok=True)
     policy.model.save_pretrained(folder, state_dict=state)
     policy.tokenizer.save_pretrained(folder)
 
@@ -3508,7 +3505,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
         cfg = replace(cfg, model=str(model), sft_steps=0)
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device_of(cfg), max_new_tokens=num_tokens)
-    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: starting")
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: each process loads it")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
     return await with_restarts(checkpoints, partial(UserRun, cfg, report, hosts), work)
 
@@ -3570,7 +3567,10 @@ async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, fl
     shown = [f" {name} {value:.3f}" for name, value in accuracies.items() if value is not None]
     if accuracies["reward"] and not accuracies["greedy"]:
         shown.append(" (right: a reward of 1)")
-    print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored"])
+    print(
+        f"of {len(run.held_out)} held-out prompts:",
+        *shown or [" none scored; see DOCS 06, Your data"],
+    )
     return accuracies
 
 
@@ -3599,9 +3599,10 @@ class UserRun(Run):
             self.generators, pool=hosts or self.pool, setup_args=(cfg, load, reader)
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
-        # 20 requests in a row without a reward end a run; 8 at its start, 2 without --train.
-        self.num_fruitless = 18 if not cfg.train else 0 if progress.rows else 12
         self.set_task(user_task(cfg))
+        # 20 requests in a row without a reward end a run. At its start 8 do, or an evaluation.
+        at_start = 12 if len(self.held_out) < 8 else 19
+        self.num_fruitless = 0 if cfg.train and progress.rows else at_start
         if (cfg.train or cfg.sft_steps) and all(
             self.task.prompt(number).is_held_out for number in range(1000)
         ):
@@ -3841,8 +3842,8 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
         place = f"file://{meeting_file}"
         dist.init_process_group(backend, place, rank=rank, world_size=cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    plain = replace(cfg, advantage="none")  # sft needs no critic
-    sft(UserLearner(policy, plain, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
+    # A learner of its own: the critic of the next one begins with the weights of version 0.
+    sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
         reference = HubPolicy(cfg, dtype)  # version 0, in the dtype of forward passes
@@ -3987,10 +3988,11 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in flags]
     saved = vars(called(str(file), parser.parse_known_args, arguments)[0])
     flags = saved | given
-    if "train" in given and Path(folder, "model").exists():
+    if "train" in given:
         for name in given.keys() & {"model", "sft_steps", "task", "reward"}:
             if given[name] != saved.get(name):
-                raise UsageError(f"{name}: the run in {folder} has {saved.get(name)!r}")
+                was = f"the run in {folder} has {saved.get(name)!r}"
+                raise UsageError(f"--{name}: {was}; for another, use a new --checkpoint")
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4129,8 +4131,7 @@ class BlockReader(WeightReader):
     def __init__(self, handle: ArenaHandle, reader: int, tensors: Weights) -> None:
         super().__init__(handle, reader, tensors)
         self.block = move_into_block(tensors, handle.layout, self.arena.slots[0])
-        if self.block.is_cuda:
-            pin(self.arena)
+        pin(self.arena)
 
     def read(self, slot: int) -> None:
         self.block.copy_(self.arena.slots[slot])
@@ -4198,7 +4199,6 @@ class GraphDecoder(Decoder):
 
 def recompute_activations(policy: Policy) -> None:
     """Keeps only the inputs of layers; the backward pass computes each layer again."""
-    from torch.utils.checkpoint import checkpoint
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in policy.model.modules():
@@ -4212,8 +4212,6 @@ def chunked_logprobs(policy: Policy, ids: Tensor, is_sampled: Tensor) -> tuple[T
 
     The model's forward calls the head, which here returns [N, 2]: FSDP gathers it only there.
     """
-    from torch.utils.checkpoint import checkpoint
-
     columns = is_sampled[:, 1:].any(0).nonzero().flatten()
     targets = ids[is_sampled]  # [N]
     head: Any = policy.model.get_output_embeddings()
@@ -4376,8 +4374,6 @@ async def demo_critic(report: Report) -> None:
 # probability sigmoid(s - t); the loss of a comparison is -log of it. By example, 1.0 is preferred
 # to 0.2 with probability sigmoid(0.8) = 0.69: the loss is 0.37, in reverse 1.17.
 
-Pair = list[Episode]  # chosen, rejected
-
 
 def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
     """Returns (prompt, [chosen, rejected]) of each line."""
@@ -4389,8 +4385,6 @@ def read_preferences(path: Path) -> list[tuple[Prompt, list[str]]]:
         if not all(isinstance(text, str) for text in texts):
             raise UsageError(f"{where}: needs texts as chosen and rejected")
         preferences.append((prompt, texts))
-    if not preferences:
-        raise UsageError(f"{path}: no comparisons")
     return preferences
 
 
@@ -4402,7 +4396,7 @@ class RewardModel:
         self.policy = HubPolicy(cfg, torch.float32)
         self.network, self.optimizer = value_network(self.policy, cfg)
         self.policy.model.to("meta")  # frees its weights
-        pairs: list[Pair] = []
+        pairs: list[Group] = []  # chosen, rejected
         for prompt, texts in read_preferences(Path(cfg.preferences)):
             pairs.append([episode_with(self.policy, prompt, [text]) for text in texts])
         rng = random.Random(cfg.seed)
@@ -4416,7 +4410,7 @@ class RewardModel:
         numbers = self.network(ids, use_cache=False).logits.squeeze(-1)  # [B, T]
         return (numbers * is_sampled).sum(1) / is_sampled.sum(1)
 
-    def learn(self, pairs: list[Pair]) -> None:
+    def learn(self, pairs: list[Group]) -> None:
         # Two rows a pair, chosen and rejected; at most 32 pairs.
         rows = list(chain(*pairs))
         longest = max(len(e.ids) for e in rows)
@@ -4495,8 +4489,9 @@ def train_on_taste(worker: Worker, cfg: Flags, policy: Policy, task: TasteTask) 
 async def demo_reward_model(report: Report) -> None:
     """A policy exploits a learned reward. A KL penalty prevents this."""
     file = str(report.folder / "preferences")
-    flags = Flags(seed=report.cfg.seed, steps=60, prompts_per_step=8, preferences=file)
-    cfg: Any = replace(demo_config(flags), group_size=16)
+    cfg: Any = demo_config(
+        Flags(seed=report.cfg.seed, steps=60, prompts_per_step=8, group_size=16, preferences=file)
+    )
     task = TasteTask(LetterTask(cfg.seed))
     policy = Policy(cfg)
     sft(Learner(policy, cfg), training_prompts(task), 60)
@@ -4808,25 +4803,37 @@ ENDING = [
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     if signal.getsignal(number) != signal.SIG_IGN
 ]
-# Names of older versions and of TRL.
+# Names of TRL.
 RENAMED = """
-    --passes --epochs
-    --tokens-per-pass --tokens-per-micro-batch
     --learning-rate --lr
     --num-generations --group-size
     --per-device-train-batch-size --prompts-per-step
+    --gradient-accumulation-steps --tokens-per-micro-batch
     --max-completion-length --max-new-tokens
     --max-steps --steps
+    --num-train-epochs --steps
+    --num-epochs --steps
+    --num-iterations --epochs
     --beta --kl
+    --epsilon --clip-low
+    --epsilon-high --clip-high
+    --scale-rewards --advantage
+    --loss-type --loss
     --bf16 --dtype
     --model-name-or-path --model
     --dataset --task
+    --eval-dataset --task
     --reward-funcs --reward
     --output-dir --checkpoint
+    --resume-from-checkpoint --checkpoint
     --save-steps --save-every
     --eval-steps --eval-every
     --gradient-checkpointing --activations
+    --mask-truncated-completions --truncated
+    --log-completions --samples
     --report-to --log
+    --wandb --log
+    --config @FILE
 """
 
 
@@ -4857,7 +4864,6 @@ def read_flags(argv: list[str] | None) -> Flags:
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
         ours = re.findall(rf"    {re.escape(name)} (\S+)", RENAMED)
-        ours += get_close_matches(name, parser._option_string_actions, 1, 0.8)
         raise UsageError(f"unknown: {unknown[0]}; see {[*ours, '--help'][0]}")
 
     given = vars(known)
@@ -4915,6 +4921,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
+        "torchrun: not here; --trainers N has N ranks": "TORCHELASTIC_RUN_ID" not in environ,
         "--device cuda: fewer GPUs than trainers": (
             cfg.device != "cuda" or device_of(replace(cfg, device="")) == "cuda"
         ),
@@ -4934,7 +4941,8 @@ def real_paths(*paths: str) -> set[str]:
 def mistaken_paths(cfg: Flags) -> Iterator[str]:
     # "org/name" is a hub id, "./name" and "/a/b" are folders.
     is_saved = cfg.checkpoint and Path(cfg.checkpoint, "model").is_dir()
-    model = cfg.model if cfg.model.startswith((".", "/", "~")) and not is_saved else ""
+    is_folder = cfg.model.startswith((".", "/", "~")) and not is_saved
+    model = f"{cfg.model}/config.json" if is_folder else ""
     for path in (cfg.preferences, cfg.hosts, model):
         if path and not Path(path).exists():
             yield f"{path}: no such path"
@@ -4943,10 +4951,10 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
             if folder:
                 os.makedirs(folder, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
-        for file in (cfg.log, cfg.samples):
+        for file in (cfg.log, cfg.samples, cfg.json):
             open(file or os.devnull, "a").close()
-        if cfg.json:  # written at the end: no empty file is left
-            tempfile.TemporaryFile(dir=Path(cfg.json).parent).close()
+        if cfg.json:  # written at the end; that of an earlier command would mislead
+            os.remove(cfg.json)
     except OSError as error:
         yield str(error)
 
