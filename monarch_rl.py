@@ -98,8 +98,6 @@ from typing import Any, Literal, TextIO, get_args, get_type_hints
 
 if __name__ == "__main__":
     environ.setdefault("MONARCH_FILE_LOG", "error")  # else megabytes of logs in /tmp
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in an import: no traceback
 import monarch.actor
 import torch
 import torch.distributed as dist
@@ -287,8 +285,8 @@ async def demo_hello_actor(report: Report) -> None:
 #   mesh.add.choose(...)                  runs on one member, drawn at random
 #   mesh.slice(worker=2).add.call_one()   runs on member 2
 #
-# Cost. `call` waits for the slowest member, and raises if any does. An exception
-#   under `broadcast` ends the actor.
+# Cost. `call` waits for the slowest member, and raises if any does. An exception under
+#   `broadcast` ends the actor.
 
 
 @stage(instead="await members.slice(worker=0).add.call()")
@@ -2788,7 +2786,7 @@ class HubPolicy(Policy):
         self.has_graphs = self.device.type == "cuda"
         self.graph: Any = None
         if not self.tokenizer.chat_template:
-            raise UsageError("--model: no chat template: use an -Instruct model, or add one")
+            raise UsageError("--model: no chat template: use an -Instruct model")
         self._read_template()
 
     def _read_template(self) -> None:
@@ -2833,10 +2831,7 @@ class HubPolicy(Policy):
             for token in self.control_tokens:
                 content = content.replace(token, token[0] + CUT + token[1:])
             messages.append({**message, "content": content})
-        # Without cuts the text is equal, unless the template has acted on a token.
         _, cut = self.render_turn((*earlier, Turn(tuple(messages), None)))
-        if cut.replace(CUT, "") != text:
-            raise UsageError(f"the template reads control tokens in: {last.messages}")
         pieces = cut.removeprefix(before).split(CUT)
         return [i for piece in pieces for i in self.tokenize(piece)]
 
@@ -2930,7 +2925,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
         if not roles or roles[-1] not in ("user", "tool", "system"):
-            raise ValueError(f"no question of a user or tool at its end: roles {roles}")
+            raise ValueError(f"no question at its end: roles {roles}")
         answer = record.get("answer")
         # "*" has an empty final part, so an empty response would be right.
         if is_graded and not (isinstance(answer, (str, int, float)) and final_part(str(answer))):
@@ -2945,9 +2940,9 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
 
 # \boxed{\frac{\sqrt{3}}{2}} has three levels of braces.
 BOX = r"""(?x) \\boxed \{ (
-    (?: [^{}]                 # any character, or
-    | \{ (?: [^{}]            # any in braces, or
-        | \{ [^{}]* \} )* \}  # any in braces in braces
+    (?: [^{}]  # any character but a brace, or
+    | \{ (?: [^{}]  # in braces, or
+        | \{ [^{}]* \} )* \}  # in braces in braces
     )* ) \}"""
 # Marks of Qwen, Magistral, gpt-oss, GSM8K:
 THOUGHT = r"<think>|\[THINK\]|<\|channel\|>"
@@ -3098,7 +3093,7 @@ class UserProcess:
     def kill(self) -> None:
         if self.pid:
             kill_group(self.pid)
-            self.executor.shutdown()  # removes its semaphores from /dev/shm
+            self.executor.shutdown()  # removes its semaphores
         self.pid = None
 
     __del__ = kill  # when its worker ends
@@ -3212,7 +3207,6 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
 #   weights, moments    of step 40: steps 41 to 46 are made again
 #   prompts in flight   at step 40: sampled again, before others
 #   synchronous         on CPUs equal bit for bit, with as many generators (seeds) and cores (sums)
-#   asynchronous        the same prompts are drawn; samples and their order differ
 
 
 @dataclass
@@ -3554,7 +3548,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
 
 async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, float | None]:
     """Prints held-out accuracy (greedy, pass@1, pass@k) and the mean reward."""
-    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}  # set by `evaluate`
+    accuracies = {"greedy": await run.evaluate(), "reward": run.mean_reward}
     right = []
     if num_samples:
         for group in await run.sample_and_score(run.held_out, num_samples, seed=0):
@@ -3567,10 +3561,7 @@ async def evaluate_pass_at_k(run: UserRun, num_samples: int = 0) -> dict[str, fl
     shown = [f" {name} {value:.3f}" for name, value in accuracies.items() if value is not None]
     if accuracies["reward"] and not accuracies["greedy"]:
         shown.append(" (right: a reward of 1)")
-    print(
-        f"of {len(run.held_out)} held-out prompts:",
-        *shown or [" none scored; see DOCS 06, Your data"],
-    )
+    print(f"of {len(run.held_out)} held-out prompts:", *shown or [" none scored (DOCS 06)"])
     return accuracies
 
 
@@ -3789,7 +3780,7 @@ class UserLearner(Learner):
         dtype = dtype_of(self.cfg)
         if self.num_ranks > 1 or model.dtype == dtype:
             return super().update(batches)
-        # Copies replace the fp32 weights. A cast saves no tensors, so backward passes can share it.
+        # Copies replace the fp32 weights: one cast for all backward passes.
         copies = {name: weight.to(dtype) for name, weight in model.named_parameters()}
         with torch.nn.utils.stateless._reparametrize_module(model, copies, tie_weights=True):
             return super().update(batches)
@@ -3842,7 +3833,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
         place = f"file://{meeting_file}"
         dist.init_process_group(backend, place, rank=rank, world_size=cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    # A learner of its own: the critic of the next one begins with the weights of version 0.
+    # Another learner: the critic of the run begins as a copy of version 0.
     sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
@@ -3991,8 +3982,7 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     if "train" in given:
         for name in given.keys() & {"model", "sft_steps", "task", "reward"}:
             if given[name] != saved.get(name):
-                was = f"the run in {folder} has {saved.get(name)!r}"
-                raise UsageError(f"--{name}: {was}; for another, use a new --checkpoint")
+                raise UsageError(f"--{name}: {folder} has {saved.get(name)!r}; use a new folder")
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4151,7 +4141,7 @@ class GraphDecoder(Decoder):
         self.mask = prefilled.mask.new_ones(num_rows, length)
         self.positions = torch.zeros_like(self.mask[:, :1])
         self.ids = torch.zeros_like(self.positions)
-        # Sliding windows have all columns, too: the mask hides the old. `parts` only give shapes.
+        # Sliding windows have all columns, too: the mask hides the old.
         layers: list[Any] = [StaticLayer(length) for _ in prefilled.cache.layers]
         for fixed, grown in zip(layers, prefilled.cache.layers):
             parts = (grown.keys, grown.values)
@@ -4203,7 +4193,7 @@ def recompute_activations(policy: Policy) -> None:
 
     for layer in policy.model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            # Not by transformers, whose layers recompute in training mode alone: with dropout.
+            # transformers would need training mode, which has dropout.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -4547,7 +4537,7 @@ def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
                 arena.commit(version, slot)
             time.sleep(0.01)
     finally:
-        # Ends this process, and so its host (HostProcess), where others would read old weights.
+        # Ends this process and its host, where others would read old weights.
         os._exit(1)
 
 
@@ -4635,7 +4625,7 @@ def serve_worker(folder: str, url: str) -> None:
 
 
 def run_host(note: Path, url: str) -> None:
-    # A new port: Monarch cannot attach to a lost URL again. The stem of node7.url is node7.
+    # A new port: Monarch cannot attach to a lost URL again.
     with socket.create_server((note.stem, 0)) as server:
         url += f":{server.getsockname()[-1]}"
     # Monarch 0.7 accepts no other `ca`. At tls:// it checks certificates.
@@ -4805,35 +4795,30 @@ ENDING = [
 ]
 # Names of TRL.
 RENAMED = """
-    --learning-rate --lr
-    --num-generations --group-size
-    --per-device-train-batch-size --prompts-per-step
-    --gradient-accumulation-steps --tokens-per-micro-batch
-    --max-completion-length --max-new-tokens
-    --max-steps --steps
-    --num-train-epochs --steps
-    --num-epochs --steps
-    --num-iterations --epochs
-    --beta --kl
-    --epsilon --clip-low
-    --epsilon-high --clip-high
-    --scale-rewards --advantage
-    --loss-type --loss
-    --bf16 --dtype
-    --model-name-or-path --model
-    --dataset --task
-    --eval-dataset --task
-    --reward-funcs --reward
-    --output-dir --checkpoint
-    --resume-from-checkpoint --checkpoint
-    --save-steps --save-every
-    --eval-steps --eval-every
-    --gradient-checkpointing --activations
-    --mask-truncated-completions --truncated
-    --log-completions --samples
-    --report-to --log
-    --wandb --log
-    --config @FILE
+    learning-rate --lr
+    num-generations --group-size
+    per-device-train-batch-size --prompts-per-step
+    gradient-accumulation-steps --tokens-per-micro-batch
+    max-completion-length --max-new-tokens
+    max-steps --steps
+    num-train-epochs --steps
+    num-iterations --epochs
+    beta --kl
+    epsilon --clip-low
+    epsilon-high --clip-high
+    scale-rewards --advantage
+    bf16 --dtype
+    model-name-or-path --model
+    dataset --task
+    eval-dataset --task
+    reward-funcs --reward
+    output-dir --checkpoint
+    resume-from-checkpoint --checkpoint
+    gradient-checkpointing --activations
+    mask-truncated-completions --truncated
+    log-completions --samples
+    report-to --log
+    config @FILE
 """
 
 
@@ -4863,7 +4848,7 @@ def read_flags(argv: list[str] | None) -> Flags:
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         name = unknown[0].partition("=")[0].replace("_", "-")
-        ours = re.findall(rf"    {re.escape(name)} (\S+)", RENAMED)
+        ours = re.findall(rf"    {re.escape(name[2:])} (\S+)", RENAMED)
         raise UsageError(f"unknown: {unknown[0]}; see {[*ours, '--help'][0]}")
 
     given = vars(known)
@@ -4901,7 +4886,7 @@ async def run_stages(report: Report, cfg: Flags) -> Record:
 def mistakes_in(cfg: Flags) -> Iterator[str]:
     for each in fields(Flags):
         if isinstance(each.default, (int, float)):
-            # 0 is valid for K, and where the default is < 1. NaN is invalid.
+            # 0 is valid for K, and where the default is < 1.
             value = getattr(cfg, each.name)
             least = "at least" if each.default < 1 or each.name == "max_staleness" else "above"
             if not 0 <= value < math.inf or (value == 0 and least == "above"):
@@ -4921,7 +4906,7 @@ def mistakes_in(cfg: Flags) -> Iterator[str]:
         "--reward, and a --task other than repeat: with --model": (
             cfg.model or (cfg.task == "repeat" and not cfg.reward)
         ),
-        "torchrun: not here; --trainers N has N ranks": "TORCHELASTIC_RUN_ID" not in environ,
+        "torchrun: use --trainers alone": "TORCHELASTIC_RUN_ID" not in environ,
         "--device cuda: fewer GPUs than trainers": (
             cfg.device != "cuda" or device_of(replace(cfg, device="")) == "cuda"
         ),
@@ -4953,7 +4938,7 @@ def mistaken_paths(cfg: Flags) -> Iterator[str]:
                 tempfile.TemporaryFile(dir=folder).close()
         for file in (cfg.log, cfg.samples, cfg.json):
             open(file or os.devnull, "a").close()
-        if cfg.json:  # written at the end; that of an earlier command would mislead
+        if cfg.json:  # written at the end; an old one would mislead
             os.remove(cfg.json)
     except OSError as error:
         yield str(error)
