@@ -57,6 +57,7 @@ import contextvars
 import copy
 import ctypes
 import fcntl
+import gc
 import inspect
 import json
 import math
@@ -762,6 +763,7 @@ class Service:
             await self.pool.end(replica)
 
     async def close(self) -> None:
+        self.error = self.error or ReplicaLost("closed")  # for waiting requests
         for supervisor in self.supervisors:
             supervisor.cancel()
         await gather(*self.supervisors, return_exceptions=True)
@@ -2856,7 +2858,7 @@ class HubPolicy(Policy):
         shape = tuple(max(pair) for pair in zip(wanted, kept))
         try:
             if shape != kept:
-                self.graph = None  # frees memory first
+                self.graph = None
                 self.graph = GraphDecoder(prefilled, *shape)
             return self.graph.begin(prefilled)
         except Exception as error:  # a layer without keys, a failed recording
@@ -2924,7 +2926,7 @@ def prompt_of(number: int, record: Any, where: str, is_graded: bool = False) -> 
             raise ValueError("content must be text")
         # Roles of the non-blank messages. `encode` raises for "\ud800".
         roles = [each["role"] for each in messages if each["content"].encode().strip()]
-        if not roles or roles[-1] not in ("user", "tool", "system"):
+        if not roles or roles[-1] in ("assistant", "human", "gpt"):
             raise ValueError(f"no question at its end: roles {roles}")
         answer = record.get("answer")
         # "*" has an empty final part, so an empty response would be right.
@@ -3000,7 +3002,7 @@ def load_python(spec: str) -> Any:
     if not file.is_file():
         raise UsageError(f"{spec}: no file {file}")
     sys.path.append(str(file.parent))  # last, so it hides no module
-    # Local workers add it to sys.path to unpickle answers. --task, loaded last, overrides --reward.
+    # Workers import answers' classes there. --task, loaded last, overrides --reward.
     environ["MONARCH_RL_TASK"] = str(file.parent)
     module = called(spec, import_module, file.stem)
     # For a random.py, Python's module is imported.
@@ -3063,7 +3065,7 @@ class UserProcess:
     """
 
     cfg: Flags
-    executor: ProcessPoolExecutor = field(init=False)
+    executor: Any = None
     pid: int | None = None  # also its process group; None: no process
 
     def __call__(self, method: str, groups: list[Conversations]) -> list[Any]:
@@ -3080,6 +3082,8 @@ class UserProcess:
                 spawn = multiprocessing.get_context("spawn")
                 self.executor = ProcessPoolExecutor(1, spawn, guard)
                 self.pid = self.executor.submit(os.getpid).result(60)
+                # Else `shutdown` may wait for the rest of a result.
+                self.executor._result_queue._writer.close()
             # A variable for the future would make a cycle with its error, and keep `self`.
             # 2 s more than `awaited` gives a coroutine.
             return self.executor.submit(call_task, self.cfg, method, groups).result(limit_s + 2)
@@ -3189,8 +3193,9 @@ def rewards_from(result: Any, num_turns: int) -> list[float]:
             raise part
     rewards = [float(reward) for reward in result if hasattr(reward, "__float__")]
     # Sums must be finite in float32.
-    if len(rewards) != num_turns or not all(abs(reward) < 1e30 for reward in rewards):
-        raise ValueError(f"{result!r:.80}: not one finite number for each of {num_turns} turns")
+    are_finite = all(abs(reward) < 1e30 for reward in rewards)
+    if not len(rewards) == len(result) == num_turns or not are_finite:
+        raise ValueError(f"{result!r:.80}: not {num_turns} finite numbers")
     return rewards
 
 
@@ -3371,7 +3376,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
     state["weights"], state["moments"] = state_dict.get_state_dict(
         learner.policy.model,
         learner.optimizer,
-        # Of several ranks, rank 0 gets it, on its CPU.
+        # Rank 0 gets it, on its CPU.
         options=state_dict.StateDictOptions(
             full_state_dict=True, cpu_offload=dist.is_initialized()
         ),
@@ -3386,7 +3391,7 @@ def write_checkpoint(trainer: Trainer, path: str, progress: Record) -> None:
 
 def require_finite(trainer: Trainer) -> None:
     """Raises RunError if weights are NaN, or too large for finite logits."""
-    norm = float(torch.nn.utils.get_total_norm(trainer.learner.weights))  # of all ranks
+    norm = float(torch.nn.utils.get_total_norm(trainer.learner.weights))
     # q * k multiplies four weights (two of norm layers): (1e9)^4 < 3.4e38, fp32's limit. NaN fails.
     if not norm < 1e9:
         raise RunError(f"the weights have diverged after step {trainer.version}: lower --lr")
@@ -3531,7 +3536,7 @@ async def train_and_evaluate(run: UserRun, checkpoints: Checkpoints) -> Record:
     progress = run.progress
     if run.version:
         print(f"going on after step {run.version} of {run.cfg.steps}")
-    # Evaluates version 0; after a resume also a version whose evaluation was cut by a signal.
+    # Version 0; after a resume also one whose evaluation a signal cut.
     interval = run.cfg.eval_every or math.inf
     if run.version % interval == 0 and run.version not in dict(progress.heldout):
         await evaluate_pass_at_k(run)
@@ -3591,9 +3596,9 @@ class UserRun(Run):
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
         self.set_task(user_task(cfg))
-        # 20 requests in a row without a reward end a run. At its start 8 do, or an evaluation.
-        at_start = 12 if len(self.held_out) < 8 else 19
-        self.num_fruitless = 0 if cfg.train and progress.rows else at_start
+        # Limit: 20 requests in a row without reward; at first 8, or an evaluation.
+        at_first = 12 if len(self.held_out) < 8 or cfg.reward == "model" else 19
+        self.num_fruitless = 0 if cfg.train and progress.heldout else at_first
         if (cfg.train or cfg.sft_steps) and all(
             self.task.prompt(number).is_held_out for number in range(1000)
         ):
@@ -3628,7 +3633,7 @@ class UserRun(Run):
         groups = await super().sample(prompts, num_parts)
         mixed = [group for group in groups if not has_equal_rewards(group)]
         self.num_equal = 0 if mixed else self.num_equal + len(groups)
-        # Keeps equal ones after 100 in a row: a solved task has no others.
+        # After 100 in a row they are kept: a solved task has no others.
         if self.cfg.equal_rewards == "keep" or self.num_equal >= 100:
             return groups
         self.progress.end("dropped", numbers_of(groups) - numbers_of(mixed))
@@ -3833,7 +3838,7 @@ def user_learner(cfg: Flags, meeting_file: str) -> tuple[Learner, WeightWriter]:
         place = f"file://{meeting_file}"
         dist.init_process_group(backend, place, rank=rank, world_size=cfg.trainers)
         shard(policy.model, cfg.trainers, dtype)
-    # Another learner: the critic of the run begins as a copy of version 0.
+    # Another learner: the run's critic begins as a copy of version 0.
     sft(UserLearner(policy, cfg, rank), training_prompts(user_task(cfg)), cfg.sft_steps)
     penalty = None
     if cfg.kl:
@@ -3982,7 +3987,7 @@ def with_saved_flags(given: Record, parser: argparse.ArgumentParser) -> Record:
     if "train" in given:
         for name in given.keys() & {"model", "sft_steps", "task", "reward"}:
             if given[name] != saved.get(name):
-                raise UsageError(f"--{name}: {folder} has {saved.get(name)!r}; use a new folder")
+                raise UsageError(f"{name}: {folder} has {saved.get(name)!r}; use a new folder")
     inherited = flags.items() - given.items() - asdict(Flags()).items()
     print(f"{file}:", *[f"--{name.replace('_', '-')}={value}" for name, value in sorted(inherited)])
     return flags
@@ -4003,7 +4008,7 @@ if os.getppid() == {}:  # else its parent is gone
 
 
 def prepare_process() -> None:
-    # Imports from the user's folder, or "", the current one.
+    # The user's folder, or "", the current one.
     sys.path.append(environ.get("MONARCH_RL_TASK", ""))
     # A batch system sends SIGTERM to workers, too, but a save needs them. getpid is a handler
     # without effect; the user's programs would inherit SIG_IGN.
@@ -4042,6 +4047,7 @@ class WarmPool(Pool):
 def release(worker: Worker) -> None:
     # Monarch does not free actors.
     vars(worker).clear()
+    gc.collect()
     torch.cuda.empty_cache()
 
 
@@ -4094,7 +4100,7 @@ class BlockWriter(WeightWriter):
     def __init__(self, tensors: Weights, num_readers: int, dtype: torch.dtype) -> None:
         self.sources = [tensor.detach() for tensor in tensors.values()]
         copies = {name: tensor.detach().to(dtype) for name, tensor in tensors.items()}
-        super().__init__(copies, num_readers)  # now in one block
+        super().__init__(copies, num_readers)
         if self.block.is_cuda:
             self.stream = torch.cuda.Stream()
 
@@ -4193,7 +4199,7 @@ def recompute_activations(policy: Policy) -> None:
 
     for layer in policy.model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            # transformers would need training mode, which has dropout.
+            # transformers needs training mode, which has dropout.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -4520,7 +4526,7 @@ async def demo_reward_model(report: Report) -> None:
 
 # -- 16a. One transfer per version and host ---
 
-HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # variable of the environment: a local folder
+HOST_FOLDER = "MONARCH_RL_HOST_FOLDER"  # of the environment: a local folder
 
 
 def relay(outlet: Any, handle: ArenaHandle, number: int, arena: Arena) -> None:
@@ -4606,7 +4612,7 @@ def start_python(program: str, **variables: str) -> subprocess.Popen[bytes]:
 def this_url() -> str:
     """Returns this machine's URL, "tcp://node7", without a port."""
     address = environ.get("MONARCH_RL_ADDRESS") or socket.gethostname()
-    if "HYPERACTOR_TLS_CERT" in environ:  # each side shows a certificate of one authority (CA)
+    if "HYPERACTOR_TLS_CERT" in environ:  # both sides have certificates of one CA
         return f"tls://{address}"
     print("tcp://, not tls://: anyone who reaches these ports can run code here")
     return f"tcp://{address}"
@@ -4683,7 +4689,6 @@ class HostProcess(Processes):
     async def kill(self) -> None:
         if not self.lost.done():
             self.lost.set_result("was on a host that is lost")
-        # If the agent is gone, missing pings end the host.
         self.agent.end_host.broadcast()
 
 
@@ -4785,7 +4790,7 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # batches differ in size
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 # Signals that end a command; not SIGHUP under nohup.
 ENDING = [
@@ -4806,11 +4811,11 @@ RENAMED = """
     beta --kl
     epsilon --clip-low
     epsilon-high --clip-high
-    scale-rewards --advantage
+    save-steps --save-every
+    eval-steps --eval-every
     bf16 --dtype
     model-name-or-path --model
     dataset --task
-    eval-dataset --task
     reward-funcs --reward
     output-dir --checkpoint
     resume-from-checkpoint --checkpoint

@@ -189,7 +189,7 @@ def held(tensors: dict[str, torch.Tensor]) -> set[float]:
     return {float(value) for tensor in tensors.values() for value in tensor.flatten()}
 
 
-def test_a_reader_keeps_a_version_until_its_next_pull_and_gives_up_without_a_writer() -> None:
+def test_a_reader_keeps_a_version_until_its_next_pull() -> None:
     mine, theirs = weights(0), weights(0)
     writer = m.WeightWriter(mine, 1)
     reader = m.WeightReader(writer.handle, 0, theirs)
@@ -399,7 +399,7 @@ def test_the_policy_before_a_batch_is_that_of_its_first_update() -> None:
         assert torch.allclose(batch.prox_logprobs, batch.old_logprobs, atol=1e-5)
 
 
-def test_k3_estimates_the_divergence_and_the_loss_of_it_has_its_gradient() -> None:
+def test_k3_and_the_loss_of_the_divergence() -> None:
     torch.manual_seed(0)
     q = torch.randn(64).log_softmax(-1)
     table = torch.randn(64).requires_grad_()
@@ -719,7 +719,7 @@ def test_a_model_that_cannot_work_is_refused(tmp_path: Path, fault: str) -> None
         m.verify(policy_of(folder))
 
 
-def test_a_model_is_verified_by_rows_of_two_lengths_to_a_millionth(swap: Any) -> None:
+def test_a_model_is_verified_by_two_lengths_to_a_millionth(swap: Any) -> None:
     for difference in (1.3e-3, 1.5e-3, math.nan):  # k3 is half of its square
         logprobs = torch.zeros(1), torch.full((1,), difference)
         swap("recompute_logprobs", Mock(return_value=logprobs))
@@ -1066,6 +1066,18 @@ def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any
     assert serve(script, work) == served_by[1] != served_by[0]
 
 
+def test_a_request_that_waits_for_a_closed_service_ends() -> None:
+    async def close() -> Any:
+        service = m.Service(m.Worker, 1, m.Pool())
+        request = asyncio.ensure_future(service.request("work"))
+        await asyncio.sleep(0)
+        await service.close()
+        return await asyncio.wait_for(request, 10)
+
+    with raises(m.ReplicaLost, match="closed"):
+        asyncio.run(close())
+
+
 @cases("fails", [True, False])
 def test_a_setup_that_raises_or_is_lost_thrice_is_fatal(serve: Any, fails: bool, swap: Any) -> None:
     def script(worker: Any, method: str, number: int = 0) -> Any:
@@ -1334,11 +1346,12 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Any, told:
         asyncio.run(asyncio.wait_for(loop(run_of(CFG, services)), 60))
 
 
-def test_20_requests_that_earn_nothing_end_a_run_or_the_first_evaluation() -> None:
+def test_20_requests_that_earn_nothing_end_a_run_or_an_evaluation() -> None:
     ask = lambda: asyncio.run(run.sample_and_score(letters(1), 2, None))  # noqa: E731
-    for num_held_out, num_steps, num_wanted in ((8, 0, 1), (7, 0, 8), (8, 1, 20)):
-        progress = m.SavedProgress(rows=[{}] * num_steps)
-        cfg = replace(CFG, train=True, eval_prompts=num_held_out)
+    learned: Any = {"reward": "model"}  # the task may have no answers
+    for num_held_out, flags, num_wanted in ((8, {}, 1), (8, learned, 8), (7, {}, 8), (9, {}, 20)):
+        progress = m.SavedProgress(heldout=[(0, 0.5)] * (num_held_out == 9))
+        cfg = replace(CFG, train=True, eval_prompts=num_held_out, **flags)
         run = run_of(cfg, FakeServices(), progress)
         run.generators = fake(request=AsyncMock(return_value=[]))
         assert [ask() for _ in range(num_wanted - 1)] == [[]] * (num_wanted - 1)
@@ -1536,6 +1549,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}\n\n')
     assert m.FileTask(str(file), 0).prompt(0) == m.Prompt(0, (m.user_turn("a", "b"),))
+    m.prompt_of(0, {"prompt": [{"role": "observation", "content": "a"}]}, "")
     file.write_text(file.read_text() + line + "\n")
     with refused("line 3: .*" + WRONG_LINES[line]):
         m.FileTask(str(file), 0)
@@ -1568,7 +1582,7 @@ def test_a_file_has_each_prompt_once_in_every_epoch(tmp_path: Path) -> None:
         assert says in (None, prompts[0].is_held_out)
 
 
-def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: Path) -> None:
+def test_python_of_the_user_is_loaded_or_refused(tmp_path: Path) -> None:
     (tmp_path / "user_neighbour.py").write_text("VALUE = 7")
     code = tmp_path / "user_code.py"
     text = "from user_neighbour import VALUE\ndef f():\n    return VALUE\nnone = None\n"
@@ -1601,7 +1615,7 @@ def test_python_of_the_user_is_loaded_with_its_neighbours_or_refused(tmp_path: P
 
 RESULTS = [(0.5, [0, 0.5]), (True, [0, 1]), ([1, 0], [1, 0]), ((0.25, 1), [0.25, 1])]
 RESULTS += [([torch.tensor(0.25), 0.5], [0.25, 0.5]), (torch.tensor(0.5), [0, 0.5])]
-NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], "x", [None, 1], {}]
+NO_REWARDS = [None, math.nan, math.inf, 1e300, [1], [1, 2, 3], [0.5, None, 1], "x", [None, 1], {}]
 NO_REWARDS += [[[0.5], [0.5]], LookupError("no")]
 
 
@@ -1609,7 +1623,7 @@ def test_results_of_score() -> None:
     for result, rewards in RESULTS:
         assert m.rewards_from(result, 2) == rewards
     for result in NO_REWARDS:
-        told = "no" if isinstance(result, LookupError) else "one finite number for each of 2"
+        told = "no" if isinstance(result, LookupError) else "not 2 finite numbers"
         with raises((ValueError, LookupError), match=told):
             m.rewards_from(result, 2)
 
@@ -1866,6 +1880,26 @@ def test_a_reward_process_leaves_no_semaphores(tmp_path: Path) -> None:
     made = names() - before
     score.kill()
     assert made and not made & names()
+
+
+CUT = """
+import multiprocessing.connection, os
+def reward(prompt, response, answer):
+    send = multiprocessing.connection.Connection._send
+    def cut(self, data, *args):
+        send(self, bytes(data[:9]))
+        os.kill(os.getpid(), 9)  # as for want of memory
+    multiprocessing.connection.Connection._send = cut
+    return 1.0
+"""
+
+
+def test_a_reward_process_may_die_while_it_answers(tmp_path: Path) -> None:
+    cfg = user_rewards(tmp_path)
+    Path(cfg.reward.partition(":")[0]).write_text(CUT)
+    score = m.UserProcess(replace(cfg, reward_deadline=0.5))
+    asked = ThreadPoolExecutor(1).submit(score, "score", [[(PROMPT, ["a"])]])
+    assert "terminated abruptly" in asked.result(60)[0][0]
 
 
 PARENT = """
@@ -2514,7 +2548,7 @@ def test_devices_of_trainers_and_generators(swap: Any) -> None:
     assert m.dtype_of(m.Flags(device="cuda")) == torch.bfloat16
 
 
-def test_a_writer_for_another_dtype_casts_at_once_and_copies_later(swap: Any) -> None:
+def test_a_writer_for_another_dtype_casts_at_once(swap: Any) -> None:
     mine = {"a": torch.randn(5, 3), "b": torch.randn(7)}
     before = {name: t.clone() for name, t in mine.items()}
     theirs = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in mine.items()}
@@ -2647,7 +2681,7 @@ def hosts(folder: Path, *addresses: str, **environment: str) -> Iterator[list[An
         assert m.urls_in(folder) == []
 
 
-def test_command_a_lost_host_costs_no_group_and_a_kill_leaves_nothing(tmp_path: Path) -> None:
+def test_command_a_lost_host_costs_no_group(tmp_path: Path) -> None:
     with hosts(tmp_path / "hosts", "127.0.0.2", "127.0.0.3") as workers:
         words = "--train --sft-steps 10 --eval-prompts 8 --prompts-per-step 8 --hosts hosts"
         local = {"MONARCH_RL_ADDRESS": "127.0.0.1"}
@@ -2712,7 +2746,7 @@ def certificate(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
-def test_clients_without_our_ca_are_refused_and_told_why(tmp_path: Path) -> None:
+def test_clients_without_our_ca_are_refused(tmp_path: Path) -> None:
     ours, theirs = certificate(tmp_path / "ours"), certificate(tmp_path / "theirs")
     (tmp_path / "attach.py").write_text(ATTACH)
     script = f"exec {sys.executable} attach.py hosts"
