@@ -34,7 +34,7 @@ which checks one rule by measurement, and prints a one-line edit that violates i
     12 async_rl        two loops and a buffer, with bounded staleness, under faults
     13 recovery, 14 critic, 15 reward_model, 16 hosts
 
-Three ways to read. *An hour*: the introduction, picture and demo of each section of Part I. *An
+Three ways to read. *An hour*: the introductions, pictures and demos of Part I. *An
 afternoon* of three hours: all of Part I (1 to 12), the system on one host. *A weekend*: everything;
 Part II adds your own model and data, and stages 13 to 16.
 
@@ -131,7 +131,7 @@ class Config:
     group_size: int = 8  # the samples of each prompt
     max_new_tokens: int = 0  # of a response; 0: set by the task (Part II)
     temperature: float = 1.0  # divides the logits, also in training
-    tokens_per_micro_batch: int = 8192  # most tokens of a training pass, with padding, or one row
+    tokens_per_micro_batch: int = 8192  # most tokens of a training pass, padded, or one row more
     generators: int = 2  # the processes that sample
     reward_workers: int = 1  # the processes that compute rewards
     max_staleness: int = 2  # K, in versions; 0: synchronous
@@ -169,7 +169,7 @@ def stage(instead: str) -> Callable[..., Any]:
 
 @dataclass
 class Report:
-    """Prints what a stage measures, and keeps it for --json."""
+    """Prints measurements; keeps tables and checks for --json."""
 
     cfg: Config
     folder: Path  # for temporary files
@@ -516,7 +516,7 @@ async def until_unresponsive(worker: Any, unresponsive_s: float) -> str:
             if not ping.done():
                 return f"has not answered a ping for {unresponsive_s:g} s"
             ping.result()
-        except Exception as error:  # a failed ping: the process has ended
+        except Exception as error:  # a failed ping: the process ends
             return cause_of(error)
         finally:
             ping.cancel()
@@ -746,7 +746,7 @@ class Service:
         worker = processes.mesh.spawn(f"{name}_{time.monotonic_ns()}", self.worker_class)
         replica = Replica(name, processes, worker)
         try:
-            # Always 30 s: imports may hold the GIL for seconds.
+            # 30 s: imports may hold the GIL for seconds.
             async with replica.watched(30.0):
                 replica.result = await self._ask(replica, "setup", number, *self.setup_args)
             # Now the replica gets requests.
@@ -998,7 +998,7 @@ class WeightReader:
         self.arena = Arena(handle)
         self.reader = reader  # its number, from 0
         self.tensors = tensors
-        self.slot = Arena.NOTHING
+        self.pulled = (Arena.NOTHING, 0)  # version, slot
         # Views of all tensors, per slot: making them takes longer than the rest of a pull.
         self.views = [[spec.view(slot) for spec in handle.layout] for slot in self.arena.slots]
 
@@ -1011,8 +1011,8 @@ class WeightReader:
                 raise RuntimeError(f"version {at_least} never came: the writer has ended")
             time.sleep(0.001)
             version, slot = self.arena.lease(self.reader)
-        if slot != self.slot:  # else the tensors point there already
-            self.slot = slot
+        if (version, slot) != self.pulled:  # else the tensors have it already
+            self.pulled = (version, slot)
             self.read(slot)
         return version
 
@@ -1047,7 +1047,7 @@ Layout = tuple[TensorSpec, ...]
 def layout_of(tensors: Weights, dtype: torch.dtype | None = None) -> Layout:
     """Returns the layout of tensors in a slot.
 
-    dtype: type of all tensors. Default: unchanged (Part II: bfloat16).
+    dtype: type of all tensors. Default: unchanged (Part II: --dtype).
     """
     specs = []
     offset = 0
@@ -1673,7 +1673,7 @@ def respond(
             rows[place].add(token, turn, logprob)
             if token not in policy.end_ids:
                 unfinished.append(place)
-        # Finished rows leave the batch and the cache.
+        # Finished rows leave; a GraphDecoder keeps them.
         if not unfinished:
             break
         if len(unfinished) < len(rows):
@@ -1852,7 +1852,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
 #   logp           its log-probability now, with a gradient
 #   old_logprobs   when it was sampled, by an older policy
 #   prox_logprobs  under the weights before this batch (proximal policy: see `decoupled`)
-#   A              the advantage of its response
+#   A              the advantage of its response (14: its own)
 
 MAX_RATIO = 2.0  # maximum weight of a sample in decoupled
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
@@ -3488,7 +3488,7 @@ async def demo_recovery(report: Report) -> None:
 # Rule. --train, --evaluate and --export share the folder of --checkpoint:
 #
 #   flags.json    flags of the newest --train
-#   model/        version 0, after supervised steps
+#   model/        version 0 of --model, after SFT
 #   step_*.pt     the newest two checkpoints (section 13)
 #
 # Cost. One more copy of the model.
@@ -3504,7 +3504,7 @@ async def run_user_command(report: Report, cfg: Flags) -> Record:
         cfg = replace(cfg, model=str(model), sft_steps=0)
     num_tokens = cfg.max_new_tokens or user_task(cfg).max_new_tokens
     cfg = replace(cfg, device=device_of(cfg), max_new_tokens=num_tokens)
-    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: each process loads it")
+    print(f"{cfg.model or 'the tiny policy'} on {cfg.task}: processes load it")
     hosts = HostPool(Path(cfg.hosts), cfg.generators) if cfg.hosts else None
     return await with_restarts(checkpoints, partial(UserRun, cfg, report, hosts), work)
 
@@ -4775,7 +4775,7 @@ async def demo_hosts(report: Report) -> None:
 
 
 # == THE COMMAND LINE ====
-# Variables of all processes. Existing values are kept.
+# Inherited variables. Existing values are kept.
 ENVIRONMENT = {
     # How often Monarch polls actors, and how long they may be silent.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "2s",
@@ -4810,12 +4810,11 @@ RENAMED = """
     num-iterations --epochs
     beta --kl
     epsilon --clip-low
-    epsilon-high --clip-high
     save-steps --save-every
     eval-steps --eval-every
     bf16 --dtype
     model-name-or-path --model
-    dataset --task
+    dataset-name --task
     reward-funcs --reward
     output-dir --checkpoint
     resume-from-checkpoint --checkpoint

@@ -207,6 +207,19 @@ def test_a_reader_keeps_a_version_until_its_next_pull() -> None:
         reader.pull(30)
 
 
+def test_a_pull_that_waits_reads_a_rewritten_slot_again(swap: Any) -> None:
+    mine, theirs = {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
+    writer = m.WeightWriter(mine, 1)
+    publish = lambda version: (mine["a"].fill_(version), published(writer, version))  # noqa: E731
+    swap("pin", Mock())
+    swap("time.sleep", lambda _: publish(3))
+    reader = m.BlockReader(writer.handle, 0, theirs)
+    publish(1)
+    assert reader.pull() == 1
+    publish(2)
+    assert reader.pull(3) == 3 and held(theirs) == {3.0}
+
+
 A32, B64 = weights(0).values()
 OTHERS = {
     "fewer": {"a": A32},
@@ -1066,16 +1079,11 @@ def test_an_answer_of_a_replica_that_is_lost_meanwhile_does_not_count(serve: Any
     assert serve(script, work) == served_by[1] != served_by[0]
 
 
-def test_a_request_that_waits_for_a_closed_service_ends() -> None:
-    async def close() -> Any:
-        service = m.Service(m.Worker, 1, m.Pool())
-        request = asyncio.ensure_future(service.request("work"))
-        await asyncio.sleep(0)
-        await service.close()
-        return await asyncio.wait_for(request, 10)
-
+def test_a_closed_service_ends_its_requests() -> None:
+    service = m.Service(m.Worker, 1, m.Pool())
+    asyncio.run(service.close())
     with raises(m.ReplicaLost, match="closed"):
-        asyncio.run(close())
+        asyncio.run(asyncio.wait_for(service.request("work"), 10))
 
 
 @cases("fails", [True, False])
@@ -1348,7 +1356,7 @@ def test_a_run_that_earns_nothing_or_has_a_bug_ends(loop: Any, error: Any, told:
 
 def test_20_requests_that_earn_nothing_end_a_run_or_an_evaluation() -> None:
     ask = lambda: asyncio.run(run.sample_and_score(letters(1), 2, None))  # noqa: E731
-    learned: Any = {"reward": "model"}  # the task may have no answers
+    learned: Any = {"reward": "model"}
     for num_held_out, flags, num_wanted in ((8, {}, 1), (8, learned, 8), (7, {}, 8), (9, {}, 20)):
         progress = m.SavedProgress(heldout=[(0, 0.5)] * (num_held_out == 9))
         cfg = replace(CFG, train=True, eval_prompts=num_held_out, **flags)
@@ -1726,8 +1734,7 @@ def test_the_recipe_for_a_page(tmp_path: Path) -> None:
     page = subprocess.check_output(words, cwd=tmp_path, text=True)
     assert "<h1>tiny policy, t&lt;5: held-out accuracy 0.125 -&gt; 0.875 in 2.0 minutes" in page
     assert page.count("<svg") == 6 and "#010203" not in page and "<script" not in page
-    for told in ("held-out accuracy: 0.12 to 0.88, last 0.88", "reward: 0.25 to 0.75, last 0.75"):
-        assert told in page
+    assert "held-out accuracy: 0.12 to 0.88, last 0.88" in page
 
 
 def test_the_recipe_for_reasoning_gym(tmp_path: Path) -> None:
@@ -1872,34 +1879,27 @@ def test_a_reward_process_that_does_not_start_is_given_up(swap: Any) -> None:
     assert one == other and "no score (--reward-deadline 60)" in one[0]
 
 
-def test_a_reward_process_leaves_no_semaphores(tmp_path: Path) -> None:
-    names = lambda: {file.name for file in Path("/dev/shm").glob("sem.mp-*")}  # noqa: E731
-    before = names()
-    score = m.UserProcess(user_rewards(tmp_path))
-    score("score", [[(PROMPT, ["a"])]])
-    made = names() - before
-    score.kill()
-    assert made and not made & names()
-
-
 CUT = """
 import multiprocessing.connection, os
 def reward(prompt, response, answer):
     send = multiprocessing.connection.Connection._send
     def cut(self, data, *args):
         send(self, bytes(data[:9]))
-        os.kill(os.getpid(), 9)  # as for want of memory
+        os.kill(os.getpid(), 9)
     multiprocessing.connection.Connection._send = cut
     return 1.0
 """
 
 
 def test_a_reward_process_may_die_while_it_answers(tmp_path: Path) -> None:
+    files = lambda: {*Path("/dev/shm").glob("sem.mp-*")}  # noqa: E731
+    before = files()
     cfg = user_rewards(tmp_path)
     Path(cfg.reward.partition(":")[0]).write_text(CUT)
     score = m.UserProcess(replace(cfg, reward_deadline=0.5))
     asked = ThreadPoolExecutor(1).submit(score, "score", [[(PROMPT, ["a"])]])
     assert "terminated abruptly" in asked.result(60)[0][0]
+    assert files() <= before
 
 
 PARENT = """
@@ -2368,7 +2368,7 @@ def test_command_a_run_that_is_struck_anywhere_comes_to_its_end(tmp_path: Path) 
     rng = random.Random(0)
     words = "--train --task repeat --steps 120 --checkpoint RUN --save-every 10 --eval-prompts 8"
     command = Command(tmp_path, words + " --sft-steps 20 --json out.json")
-    command.until("loads it")
+    command.until("load it")
     num_struck = 0
     while num_struck < 4 and command.process.poll() is None:
         time.sleep(rng.uniform(1, 5))
