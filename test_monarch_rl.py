@@ -207,7 +207,7 @@ def test_a_reader_keeps_a_version_until_its_next_pull() -> None:
         reader.pull(30)
 
 
-def test_a_pull_that_waits_reads_a_rewritten_slot_again(swap: Any) -> None:
+def test_a_pull_that_waits_reads_a_rewritten_slot(swap: Any) -> None:
     mine, theirs = {"a": torch.zeros(3)}, {"a": torch.zeros(3)}
     writer = m.WeightWriter(mine, 1)
     publish = lambda version: (mine["a"].fill_(version), published(writer, version))  # noqa: E731
