@@ -1852,7 +1852,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
 #   logp           its log-probability now, with a gradient
 #   old_logprobs   when it was sampled, by an older policy
 #   prox_logprobs  under the weights before this batch (proximal policy: see `decoupled`)
-#   A              the advantage of its response (14: its own)
+#   A              the advantage of its response (a critic: its own)
 
 MAX_RATIO = 2.0  # maximum weight of a sample in decoupled
 MAX_BAD_RATIO = 3.0  # beyond this a token with A < 0 has no gradient: see ppo
@@ -2754,7 +2754,7 @@ def pretrained(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     where = f"--model {name}"
     tokenizer = called(where, transformers.AutoTokenizer.from_pretrained, name)
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # lists mismatches
+    how = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, loaded = called(where, load, name, dtype=dtype, **how)
     for kind, names in loaded.items():
         if "keys" in kind and names:  # missing_keys, ...
@@ -3596,7 +3596,7 @@ class UserRun(Run):
         )
         self.reward_workers = replace(self.reward_workers, setup_args=(cfg, user_scorer))
         self.set_task(user_task(cfg))
-        # Limit: 20 requests in a row without reward; at first 8, or an evaluation.
+        # Ends a run: 20 requests in a row without reward; a new one: 8, or an evaluation.
         at_first = 12 if len(self.held_out) < 8 or cfg.reward == "model" else 19
         self.num_fruitless = 0 if cfg.train and progress.heldout else at_first
         if (cfg.train or cfg.sft_steps) and all(
